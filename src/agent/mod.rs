@@ -1,0 +1,3 @@
+//! Policies that write candidates.
+
+pub mod builtin;

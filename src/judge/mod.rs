@@ -1,0 +1,90 @@
+//! The judge: a task and candidates in, verdicts out.
+//!
+//! This file is the interface that policies and `local` use; the steps are in the submodules.
+
+pub mod verdict;
+pub mod wire;
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+pub use crate::plan::Device;
+pub use verdict::Verdict;
+
+/// Arithmetic that the baselines use and the comparison expects.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, Hash)]
+#[serde(rename_all = "lowercase")]
+pub enum Precision {
+    /// PyTorch's defaults: TF32 in cuDNN convolutions, not in matrix products.
+    #[default]
+    Reference,
+    Tf32,
+    Half,
+}
+
+/// Rule that outputs are compared by.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, Hash)]
+#[serde(rename_all = "kebab-case")]
+pub enum Tolerance {
+    /// Derived from the reference's own error (`docs/measuring.md`).
+    #[default]
+    Contract,
+    /// 1e-4 for float32, 1e-2 for half: only for tables that are compared with published ones.
+    Kernelbench,
+    /// 1e-2: likewise.
+    CudaAgent,
+}
+
+/// A task file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TaskSource {
+    /// Short name for tables: the file's stem.
+    pub name: String,
+    /// Where it came from, for messages.
+    pub path: PathBuf,
+    pub source: String,
+}
+
+/// The files of a candidate: path inside its folder -> text. `model_new.py` is required.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Candidate {
+    pub files: BTreeMap<String, String>,
+}
+
+/// How a job wants its candidates judged.
+#[derive(Clone, Debug)]
+pub struct Options {
+    pub device: Device,
+    pub precision: Precision,
+    pub tolerance: Tolerance,
+    /// Library calls that a plan may make: `matmul`, `conv`.
+    pub libraries: Vec<String>,
+    /// Input sets for each parameter set.
+    pub inputs: usize,
+    /// Measure `torch.compile` too.
+    pub compile: bool,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            device: Device::Cpu,
+            precision: Precision::Reference,
+            tolerance: Tolerance::Contract,
+            libraries: vec!["matmul".into(), "conv".into()],
+            inputs: 5,
+            compile: true,
+        }
+    }
+}
+
+/// How much is spent on one verdict.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Effort {
+    /// For sweeps: the usual correctness, few samples, no compile baseline; the reward is provisional.
+    Screen,
+    /// The contract in full.
+    Final,
+}

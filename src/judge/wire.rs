@@ -1,0 +1,163 @@
+//! Frames between the processes of a judge: length-prefixed JSON with descriptors beside it.
+//!
+//! Knows the framing of `docs/interfaces.md` and nothing of what the messages mean. A peer may be
+//! hostile: lengths and counts are bounded before anything is allocated.
+
+use std::io::{self, IoSlice, IoSliceMut};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, sendmsg};
+use serde_json::Value;
+
+/// Largest accepted JSON body.
+pub const MAX_BYTES: usize = 64 << 20;
+/// Most descriptors in one frame.
+pub const MAX_FDS: usize = 250;
+
+/// Why a frame could not be exchanged.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("the process at the other end is gone")]
+    Closed,
+    #[error("no answer within {0:.1} s")]
+    Timeout(f64),
+    #[error("malformed frame: {0}")]
+    Malformed(String),
+    #[error(transparent)]
+    Io(#[from] io::Error),
+}
+
+/// One end of a channel.
+#[derive(Debug)]
+pub struct Channel {
+    stream: UnixStream,
+}
+
+/// A frame as received.
+#[derive(Debug)]
+pub struct Frame {
+    pub body: Value,
+    pub fds: Vec<OwnedFd>,
+}
+
+impl Channel {
+    #[must_use]
+    pub fn new(stream: UnixStream) -> Self {
+        Self { stream }
+    }
+
+    /// A connected pair: ours, and the end for a child.
+    ///
+    /// # Errors
+    /// When the system has no socket left.
+    pub fn pair() -> io::Result<(Self, UnixStream)> {
+        let (ours, theirs) = UnixStream::pair()?;
+        Ok((Self { stream: ours }, theirs))
+    }
+
+    #[must_use]
+    pub fn raw(&self) -> RawFd {
+        self.stream.as_raw_fd()
+    }
+
+    /// Sends one frame.
+    ///
+    /// # Errors
+    /// When the peer is gone or the frame is over the limits.
+    pub fn send(&mut self, body: &Value, fds: &[BorrowedFd<'_>]) -> Result<(), Error> {
+        let text = serde_json::to_vec(body).map_err(|e| Error::Malformed(e.to_string()))?;
+        if text.len() > MAX_BYTES || fds.len() > MAX_FDS {
+            return Err(Error::Malformed(format!("{} bytes and {} descriptors are over the limit", text.len(), fds.len())));
+        }
+        let mut frame = Vec::with_capacity(8 + text.len());
+        frame.extend_from_slice(&u32::try_from(text.len()).unwrap_or(u32::MAX).to_le_bytes());
+        frame.extend_from_slice(&u32::try_from(fds.len()).unwrap_or(u32::MAX).to_le_bytes());
+        frame.extend_from_slice(&text);
+        let raw: Vec<RawFd> = fds.iter().map(AsRawFd::as_raw_fd).collect();
+        let mut sent = 0;
+        while sent < frame.len() {
+            let control = [ControlMessage::ScmRights(&raw)];
+            let control: &[ControlMessage<'_>] = if sent == 0 && !raw.is_empty() { &control } else { &[] };
+            match sendmsg::<()>(self.stream.as_raw_fd(), &[IoSlice::new(&frame[sent..])], control, MsgFlags::MSG_NOSIGNAL, None) {
+                Ok(n) => sent += n,
+                Err(nix::errno::Errno::EINTR) => {}
+                Err(nix::errno::Errno::EPIPE | nix::errno::Errno::ECONNRESET) => return Err(Error::Closed),
+                Err(e) => return Err(Error::Io(e.into())),
+            }
+        }
+        Ok(())
+    }
+
+    /// Receives one frame; waits at most `timeout` (for ever if `None`).
+    ///
+    /// # Errors
+    /// `Closed` at end of file, `Timeout`, `Malformed` when the peer breaks the framing.
+    pub fn receive(&mut self, timeout: Option<Duration>) -> Result<Frame, Error> {
+        let deadline = timeout.map(|t| (Instant::now() + t, t));
+        let mut fds = Vec::new();
+        let mut head = [0u8; 8];
+        self.fill(&mut head, &mut fds, deadline)?;
+        let length = u32::from_le_bytes([head[0], head[1], head[2], head[3]]) as usize;
+        let count = u32::from_le_bytes([head[4], head[5], head[6], head[7]]) as usize;
+        if length > MAX_BYTES || count > MAX_FDS {
+            return Err(Error::Malformed(format!("a frame of {length} bytes and {count} descriptors is over the limit")));
+        }
+        let mut text = vec![0u8; length];
+        self.fill(&mut text, &mut fds, deadline)?;
+        if fds.len() != count {
+            return Err(Error::Malformed(format!("{count} descriptors announced, {} came", fds.len())));
+        }
+        let body = serde_json::from_slice(&text).map_err(|e| Error::Malformed(e.to_string()))?;
+        Ok(Frame { body, fds })
+    }
+
+    fn fill(&self, mut buffer: &mut [u8], fds: &mut Vec<OwnedFd>, deadline: Option<(Instant, Duration)>) -> Result<(), Error> {
+        while !buffer.is_empty() {
+            if let Some((end, whole)) = deadline {
+                let left = end.saturating_duration_since(Instant::now());
+                let millis = i32::try_from(left.as_millis() + 1).unwrap_or(i32::MAX);
+                let mut poll = libc::pollfd { fd: self.stream.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+                // SAFETY: `poll` is one valid pollfd for the length given.
+                let ready = unsafe { libc::poll(&raw mut poll, 1, millis) };
+                if ready == 0 && Instant::now() >= end {
+                    return Err(Error::Timeout(whole.as_secs_f64()));
+                }
+                if ready <= 0 {
+                    continue;
+                }
+            }
+            let mut space = nix::cmsg_space!([RawFd; MAX_FDS]);
+            let mut slices = [IoSliceMut::new(buffer)];
+            let got = match recvmsg::<()>(self.stream.as_raw_fd(), &mut slices, Some(&mut space), MsgFlags::MSG_CMSG_CLOEXEC) {
+                Ok(message) => {
+                    for control in message.cmsgs().map_err(|e| Error::Io(e.into()))? {
+                        if let ControlMessageOwned::ScmRights(raw) = control {
+                            // SAFETY: the kernel has just installed these descriptors for us alone.
+                            fds.extend(raw.into_iter().map(|fd| unsafe { OwnedFd::from_raw_fd(fd) }));
+                        }
+                    }
+                    message.bytes
+                }
+                Err(nix::errno::Errno::EINTR) => continue,
+                Err(nix::errno::Errno::ECONNRESET) => return Err(Error::Closed),
+                Err(e) => return Err(Error::Io(e.into())),
+            };
+            if got == 0 {
+                return Err(Error::Closed);
+            }
+            buffer = &mut buffer[got..];
+        }
+        Ok(())
+    }
+
+    /// Sends a request and waits for its reply.
+    ///
+    /// # Errors
+    /// As `send` and `receive`.
+    pub fn call(&mut self, body: &Value, fds: &[BorrowedFd<'_>], timeout: Option<Duration>) -> Result<Frame, Error> {
+        self.send(body, fds)?;
+        self.receive(timeout)
+    }
+}
