@@ -2,6 +2,7 @@
 //!
 //! This file is the interface that policies and `local` use; the steps are in the submodules.
 
+pub mod toolchain;
 pub mod verdict;
 pub mod wire;
 
@@ -11,6 +12,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 pub use crate::plan::Device;
+pub use toolchain::Toolchain;
 pub use verdict::Verdict;
 
 /// Arithmetic that the baselines use and the comparison expects.

@@ -1,0 +1,45 @@
+//! What a judge needs of this machine: interpreters, compilers, libraries, folders.
+//!
+//! Plain data. `local::environment` finds it; the judge must not look for anything itself.
+
+use std::path::PathBuf;
+
+/// Where nvcc is and what it needs to find its parts.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Nvcc {
+    pub path: PathBuf,
+    /// Arguments in front of all others, such as `-I` of the runtime's headers.
+    pub args: Vec<String>,
+    /// Folders that it reads: its own tree.
+    pub read: Vec<PathBuf>,
+}
+
+/// Shared libraries of the CUDA side, the very files that PyTorch loads.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct CudaLibraries {
+    pub cublas: Option<PathBuf>,
+    pub cublaslt: Option<PathBuf>,
+    pub cudnn: Option<PathBuf>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Toolchain {
+    /// Interpreter with PyTorch.
+    pub python: PathBuf,
+    /// Folders that the interpreter reads: its environment and the installation that it was made from.
+    pub python_read: Vec<PathBuf>,
+    /// `agent-image/` of this program: `python/`, `include/`, `export/`.
+    pub agent_image: PathBuf,
+    pub nvcc: Option<Nvcc>,
+    /// `c++`, for the CPU device.
+    pub cxx: Option<PathBuf>,
+    pub libraries: CudaLibraries,
+    /// Builds, baselines and verdicts, by content.
+    pub cache: PathBuf,
+    /// This program: runners are subcommands of it.
+    pub program: PathBuf,
+    /// CPU threads for reference and candidate on the CPU device.
+    pub threads: usize,
+    /// `torch`, `cuda`, `cudnn`, `nvcc`, `cxx`, `python`, ...
+    pub versions: std::collections::BTreeMap<String, String>,
+}
