@@ -28,11 +28,13 @@ SOCKET = 3
 class Start:
     """What a child was started with.
 
-    `isolation`: what held of the confinement. `threads`: for `torch.set_num_threads`; at least 1.
+    `isolation`: what held of the confinement. `threads`: for `torch.set_num_threads`; at least 1. `role`: what the
+    fork request asked for, where a zygote has more than one kind of child.
     """
 
     isolation: list[str]
     threads: int
+    role: str = ""
 
     def hello(self, _request: Message, fds: list[int]) -> Message:
         """Handler of the op `hello`."""
@@ -43,9 +45,12 @@ class Start:
 ChildMain = Callable[[Channel, Start], None]
 
 
-def serve(child_main: ChildMain, versions: dict[str, str] | None = None) -> None:
+def serve(
+    child_main: ChildMain, versions: dict[str, str] | None = None, ops: dict[str, Callable[[], Message]] | None = None
+) -> None:
     """Serves `ping` and `fork` on descriptor 3 until end of file; each fork runs `child_main` confined, then exits.
 
+    `ops`: further ops of this zygote, without arguments (imports to make before a fork).
     The children die with this process (PR_SET_PDEATHSIG).
     """
     signal.signal(signal.SIGCHLD, _reap)
@@ -65,6 +70,9 @@ def serve(child_main: ChildMain, versions: dict[str, str] | None = None) -> None
                 reply: Message = {"ok": True, "versions": versions or {}}
             elif op == "fork":
                 reply = {"ok": True, "pid": _fork(request, fds, child_main)}
+            elif ops and op in ops:
+                close_all(fds)
+                reply = {"ok": True, **ops[op]()}
             else:
                 close_all(fds)
                 raise Refused("unknown_op", f"a zygote knows ping and fork, not {op!r}")
@@ -121,4 +129,4 @@ def _child(request: dict[str, Any], fd: int, child_main: ChildMain) -> None:
         os.chdir(request["cwd"])
     threads = max(1, int(request.get("threads") or 1))
     isolation = confine(request["confine"], SOCKET)
-    child_main(Channel.from_fd(SOCKET), Start(isolation, threads))
+    child_main(Channel.from_fd(SOCKET), Start(isolation, threads, str(request.get("role") or "")))
