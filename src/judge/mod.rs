@@ -2,6 +2,7 @@
 //!
 //! This file is the interface that policies and `local` use; the steps are in the submodules.
 
+pub mod runner;
 pub mod toolchain;
 pub mod verdict;
 pub mod wire;
