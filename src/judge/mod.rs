@@ -2,7 +2,12 @@
 //!
 //! This file is the interface that policies and `local` use; the steps are in the submodules.
 
+pub mod build;
+pub mod cache;
+mod confinement;
+pub mod process;
 pub mod runner;
+pub mod timing;
 pub mod toolchain;
 pub mod verdict;
 pub mod wire;

@@ -69,7 +69,11 @@ impl Channel {
     pub fn send(&mut self, body: &Value, fds: &[BorrowedFd<'_>]) -> Result<(), Error> {
         let text = serde_json::to_vec(body).map_err(|e| Error::Malformed(e.to_string()))?;
         if text.len() > MAX_BYTES || fds.len() > MAX_FDS {
-            return Err(Error::Malformed(format!("{} bytes and {} descriptors are over the limit", text.len(), fds.len())));
+            return Err(Error::Malformed(format!(
+                "{} bytes and {} descriptors are over the limit",
+                text.len(),
+                fds.len()
+            )));
         }
         let mut frame = Vec::with_capacity(8 + text.len());
         frame.extend_from_slice(&u32::try_from(text.len()).unwrap_or(u32::MAX).to_le_bytes());
@@ -80,7 +84,13 @@ impl Channel {
         while sent < frame.len() {
             let control = [ControlMessage::ScmRights(&raw)];
             let control: &[ControlMessage<'_>] = if sent == 0 && !raw.is_empty() { &control } else { &[] };
-            match sendmsg::<()>(self.stream.as_raw_fd(), &[IoSlice::new(&frame[sent..])], control, MsgFlags::MSG_NOSIGNAL, None) {
+            match sendmsg::<()>(
+                self.stream.as_raw_fd(),
+                &[IoSlice::new(&frame[sent..])],
+                control,
+                MsgFlags::MSG_NOSIGNAL,
+                None,
+            ) {
                 Ok(n) => sent += n,
                 Err(nix::errno::Errno::EINTR) => {}
                 Err(nix::errno::Errno::EPIPE | nix::errno::Errno::ECONNRESET) => return Err(Error::Closed),
@@ -102,7 +112,9 @@ impl Channel {
         let length = u32::from_le_bytes([head[0], head[1], head[2], head[3]]) as usize;
         let count = u32::from_le_bytes([head[4], head[5], head[6], head[7]]) as usize;
         if length > MAX_BYTES || count > MAX_FDS {
-            return Err(Error::Malformed(format!("a frame of {length} bytes and {count} descriptors is over the limit")));
+            return Err(Error::Malformed(format!(
+                "a frame of {length} bytes and {count} descriptors is over the limit"
+            )));
         }
         let mut text = vec![0u8; length];
         self.fill(&mut text, &mut fds, deadline)?;
@@ -113,7 +125,12 @@ impl Channel {
         Ok(Frame { body, fds })
     }
 
-    fn fill(&self, mut buffer: &mut [u8], fds: &mut Vec<OwnedFd>, deadline: Option<(Instant, Duration)>) -> Result<(), Error> {
+    fn fill(
+        &self,
+        mut buffer: &mut [u8],
+        fds: &mut Vec<OwnedFd>,
+        deadline: Option<(Instant, Duration)>,
+    ) -> Result<(), Error> {
         while !buffer.is_empty() {
             if let Some((end, whole)) = deadline {
                 let left = end.saturating_duration_since(Instant::now());
@@ -130,20 +147,22 @@ impl Channel {
             }
             let mut space = nix::cmsg_space!([RawFd; MAX_FDS]);
             let mut slices = [IoSliceMut::new(buffer)];
-            let got = match recvmsg::<()>(self.stream.as_raw_fd(), &mut slices, Some(&mut space), MsgFlags::MSG_CMSG_CLOEXEC) {
-                Ok(message) => {
-                    for control in message.cmsgs().map_err(|e| Error::Io(e.into()))? {
-                        if let ControlMessageOwned::ScmRights(raw) = control {
-                            // SAFETY: the kernel has just installed these descriptors for us alone.
-                            fds.extend(raw.into_iter().map(|fd| unsafe { OwnedFd::from_raw_fd(fd) }));
+            let got =
+                match recvmsg::<()>(self.stream.as_raw_fd(), &mut slices, Some(&mut space), MsgFlags::MSG_CMSG_CLOEXEC)
+                {
+                    Ok(message) => {
+                        for control in message.cmsgs().map_err(|e| Error::Io(e.into()))? {
+                            if let ControlMessageOwned::ScmRights(raw) = control {
+                                // SAFETY: the kernel has just installed these descriptors for us alone.
+                                fds.extend(raw.into_iter().map(|fd| unsafe { OwnedFd::from_raw_fd(fd) }));
+                            }
                         }
+                        message.bytes
                     }
-                    message.bytes
-                }
-                Err(nix::errno::Errno::EINTR) => continue,
-                Err(nix::errno::Errno::ECONNRESET) => return Err(Error::Closed),
-                Err(e) => return Err(Error::Io(e.into())),
-            };
+                    Err(nix::errno::Errno::EINTR) => continue,
+                    Err(nix::errno::Errno::ECONNRESET) => return Err(Error::Closed),
+                    Err(e) => return Err(Error::Io(e.into())),
+                };
             if got == 0 {
                 return Err(Error::Closed);
             }

@@ -162,7 +162,10 @@ pub struct Launch {
 #[serde(rename_all = "lowercase")]
 pub enum Arg {
     /// Address of `buffer` plus `offset` bytes.
-    Pointer { buffer: usize, offset: u64 },
+    Pointer {
+        buffer: usize,
+        offset: u64,
+    },
     /// A null pointer.
     Null,
     /// An integer of the width that the kernel's parameter has.

@@ -2,12 +2,19 @@
 use super::Plan;
 /// Caps.
 #[derive(Clone, Debug)]
-pub struct Limits { pub nodes: usize }
+pub struct Limits {
+    pub nodes: usize,
+}
 /// What is wrong with a plan.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("{message}")]
-pub struct Problem { pub node: Option<usize>, pub message: String }
+pub struct Problem {
+    pub node: Option<usize>,
+    pub message: String,
+}
 /// Checks a plan.
 /// # Errors
 /// The first problem.
-pub fn validate(_plan: &Plan, _limits: &Limits) -> Result<(), Problem> { Ok(()) }
+pub fn validate(_plan: &Plan, _limits: &Limits) -> Result<(), Problem> {
+    Ok(())
+}

@@ -1,1 +1,346 @@
-//! placeholder
+//! Confinement of hostile children: users, files, system calls, limits.
+//!
+//! Knows how a process gives up its rights for good. Must not know what runs in it. The order in the child:
+//! new session, death with its parent, limits, user, no new privileges, Landlock, seccomp; after the last step
+//! only the program itself runs. Everything that needs memory is made before the fork.
+
+pub mod seccomp;
+
+use std::collections::BTreeMap;
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use landlock::{
+    ABI, Access, AccessFs, CompatLevel, Compatible, PathBeneath, PathFd, Ruleset, RulesetAttr, RulesetCreatedAttr,
+    Scope,
+};
+use serde_json::{Value, json};
+
+/// Users that children run as where we may switch: above those of people and services, below `nobody`.
+const FIRST_USER: u32 = 61_000;
+const USERS: u32 = 4_000;
+
+/// Resource limits of a child. `None` leaves what is inherited.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Limits {
+    pub address_space: Option<u64>,
+    /// Private writable memory, bytes.
+    pub data: Option<u64>,
+    /// Largest file, bytes.
+    pub fsize: u64,
+    pub nproc: Option<u64>,
+    pub nofile: u64,
+    /// Processor seconds.
+    pub cpu: Option<u64>,
+}
+
+/// What a child may do.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Confinement {
+    /// User and group to become; `None` where the host does not allow it.
+    pub user: Option<(u32, u32)>,
+    /// Hierarchies it may read and execute from.
+    pub read: Vec<PathBuf>,
+    /// Hierarchies and devices it may also write.
+    pub write: Vec<PathBuf>,
+    /// A raw array of `sock_filter`.
+    pub seccomp: Option<Vec<u8>>,
+    pub limits: Limits,
+    pub cwd: Option<PathBuf>,
+    pub env: BTreeMap<String, String>,
+}
+
+/// What this host lets a child be confined by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Probe {
+    pub root: bool,
+    /// Version of Landlock, 0 where there is none.
+    pub landlock: i32,
+}
+
+impl Probe {
+    #[must_use]
+    pub fn here() -> Self {
+        // SAFETY: plain system calls without memory; the first asks for the version only.
+        let (landlock, uid) = unsafe {
+            (libc::syscall(libc::SYS_landlock_create_ruleset, std::ptr::null::<u8>(), 0usize, 1u32), libc::geteuid())
+        };
+        Self { root: uid == 0, landlock: i32::try_from(landlock).unwrap_or(0).max(0) }
+    }
+}
+
+/// A user that no other child of ours has now; `None` when we may not switch.
+#[must_use]
+pub fn new_user() -> Option<(u32, u32)> {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    if !Probe::here().root {
+        return None;
+    }
+    let base = std::process::id().wrapping_mul(97);
+    let uid = FIRST_USER + (base.wrapping_add(NEXT.fetch_add(1, Ordering::Relaxed))) % USERS;
+    Some((uid, uid))
+}
+
+/// Whether any user can read this file or enter this folder, all folders above it included.
+#[must_use]
+pub fn world_readable(path: &Path) -> bool {
+    let Ok(path) = path.canonicalize() else { return false };
+    path.ancestors().enumerate().all(|(depth, part)| {
+        std::fs::metadata(part).is_ok_and(|m| {
+            let need = if depth == 0 && !m.is_dir() { 0o4 } else { 0o1 };
+            m.permissions().mode() & need == need
+        })
+    })
+}
+
+impl Confinement {
+    /// With a user of its own where the host allows it.
+    #[must_use]
+    pub fn new_user() -> Self {
+        Self { user: new_user(), ..Self::default() }
+    }
+
+    /// Gives a folder to the child's user, closed to others.
+    ///
+    /// # Errors
+    /// When the folder can't be changed.
+    pub fn own(&self, folder: &Path) -> io::Result<()> {
+        std::fs::set_permissions(folder, std::fs::Permissions::from_mode(0o700))?;
+        if let Some((uid, gid)) = self.user {
+            std::os::unix::fs::chown(folder, Some(uid), Some(gid))?;
+        }
+        Ok(())
+    }
+
+    /// What will hold of a child made by `apply`.
+    #[must_use]
+    pub fn holds(&self) -> Vec<String> {
+        let mut found = vec!["limits".to_owned()];
+        if Probe::here().landlock > 0 {
+            found.push("landlock".into());
+        }
+        if self.seccomp.is_some() {
+            found.push("seccomp".into());
+        }
+        if self.user.is_some() {
+            found.push("users".into());
+        }
+        found
+    }
+
+    /// The record that a zygote applies after its fork (`docs/interfaces.md`).
+    #[must_use]
+    pub fn to_wire(&self, threads: usize) -> Value {
+        json!({
+            "confine": {
+                "uid": self.user.map(|u| u.0), "gid": self.user.map(|u| u.1),
+                "seccomp": self.seccomp.as_deref().map(base64),
+                "read": self.read, "write": self.write,
+                "limits": {
+                    "as": self.limits.address_space, "data": self.limits.data, "fsize": self.limits.fsize,
+                    "nproc": self.limits.nproc, "nofile": self.limits.nofile, "cpu": self.limits.cpu, "core": 0,
+                },
+            },
+            "cwd": self.cwd, "env": self.env, "threads": threads,
+        })
+    }
+
+    fn ruleset(&self) -> io::Result<Option<OwnedFd>> {
+        let other = |e: landlock::RulesetError| io::Error::other(e.to_string());
+        if Probe::here().landlock == 0 {
+            return Ok(None);
+        }
+        let abi = ABI::V6;
+        let mut ruleset = Ruleset::default()
+            .set_compatibility(CompatLevel::BestEffort)
+            .handle_access(AccessFs::from_all(abi))
+            .map_err(other)?
+            .scope(Scope::from_all(abi))
+            .map_err(other)?
+            .create()
+            .map_err(other)?;
+        for (paths, access) in [(&self.read, AccessFs::from_read(abi)), (&self.write, AccessFs::from_all(abi))] {
+            for path in paths {
+                let Ok(fd) = PathFd::new(path) else { continue };
+                let whole = std::fs::metadata(path).is_ok_and(|m| m.is_dir());
+                let access = if whole { access } else { access & AccessFs::from_file(abi) };
+                ruleset = ruleset.add_rule(PathBeneath::new(fd, access)).map_err(other)?;
+            }
+        }
+        Ok(ruleset.into())
+    }
+
+    /// Confines what `command` will start. The environment is replaced by the confinement's.
+    ///
+    /// # Errors
+    /// When the rules can't be made; nothing is started then.
+    pub fn apply(&self, command: &mut Command) -> io::Result<()> {
+        command.env_clear().envs(&self.env);
+        if let Some(cwd) = &self.cwd {
+            command.current_dir(cwd);
+        }
+        let ruleset = self.ruleset()?;
+        let limits: Vec<(libc::__rlimit_resource_t, u64)> = [
+            (libc::RLIMIT_AS, self.limits.address_space),
+            (libc::RLIMIT_DATA, self.limits.data),
+            (libc::RLIMIT_FSIZE, Some(self.limits.fsize)),
+            (libc::RLIMIT_NPROC, self.limits.nproc),
+            (libc::RLIMIT_NOFILE, Some(self.limits.nofile)),
+            (libc::RLIMIT_CPU, self.limits.cpu),
+            (libc::RLIMIT_CORE, Some(0)),
+        ]
+        .into_iter()
+        .filter_map(|(what, value)| Some((what, value?)))
+        .collect();
+        let user = self.user;
+        // The kernel copies the program; its memory must be aligned as `sock_filter` is.
+        let program: Vec<u64> = self
+            .seccomp
+            .as_deref()
+            .unwrap_or_default()
+            .chunks_exact(8)
+            .map(|c| u64::from_ne_bytes([c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7]]))
+            .collect();
+        let child = move || confine_self(&limits, user, ruleset.as_ref(), &program);
+        // SAFETY: the closure makes system calls only, on memory made before the fork.
+        unsafe {
+            command.pre_exec(child);
+        }
+        Ok(())
+    }
+}
+
+fn checked(result: libc::c_int) -> io::Result<()> {
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// Runs in the forked child.
+fn confine_self(
+    limits: &[(libc::__rlimit_resource_t, u64)],
+    user: Option<(u32, u32)>,
+    ruleset: Option<&OwnedFd>,
+    program: &[u64],
+) -> io::Result<()> {
+    // SAFETY: system calls on plain numbers and on memory that outlives them; all are async-signal-safe.
+    unsafe {
+        checked(libc::setsid())?;
+        for (what, value) in limits {
+            let mut now = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+            checked(libc::getrlimit(*what, &raw mut now))?;
+            let value = (*value).min(now.rlim_max);
+            let wanted = libc::rlimit { rlim_cur: value, rlim_max: value };
+            checked(libc::setrlimit(*what, &raw const wanted))?;
+        }
+        if let Some((uid, gid)) = user {
+            checked(libc::setgroups(0, std::ptr::null()))?;
+            checked(libc::setresgid(gid, gid, gid))?;
+            checked(libc::setresuid(uid, uid, uid))?;
+        }
+        checked(libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL, 0, 0, 0))?;
+        checked(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))?;
+        if let Some(ruleset) = ruleset
+            && libc::syscall(libc::SYS_landlock_restrict_self, ruleset.as_raw_fd(), 0u32) < 0
+        {
+            return Err(io::Error::last_os_error());
+        }
+        if !program.is_empty() {
+            let filter = libc::sock_fprog {
+                len: u16::try_from(program.len()).unwrap_or(0),
+                filter: program.as_ptr().cast::<libc::sock_filter>().cast_mut(),
+            };
+            checked(libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const filter, 0, 0))?;
+        }
+    }
+    Ok(())
+}
+
+/// Kills a child that leads its own session, its process group, and everything of its user if it has one of its
+/// own.
+pub fn kill_all(pid: i32, uid: Option<u32>) {
+    if pid <= 1 {
+        return;
+    }
+    // SAFETY: signals to numbers; what is gone gives an error that we want to ignore.
+    unsafe {
+        libc::kill(-pid, libc::SIGKILL);
+        libc::kill(pid, libc::SIGKILL);
+    }
+    let Some(uid) = uid else { return };
+    // A process that left the group is still of the user. Twice, for one that was forking.
+    for _ in 0..2 {
+        let of_user = std::fs::read_dir("/proc").into_iter().flatten().flatten().filter(|entry| {
+            entry.file_name().to_string_lossy().bytes().all(|b| b.is_ascii_digit())
+                && entry.metadata().is_ok_and(|m| m.uid() == uid)
+        });
+        for entry in of_user {
+            if let Ok(pid) = entry.file_name().to_string_lossy().parse::<i32>() {
+                // SAFETY: as above.
+                unsafe { libc::kill(pid, libc::SIGKILL) };
+            }
+        }
+    }
+}
+
+fn base64(bytes: &[u8]) -> String {
+    const ALPHABET: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+    let mut text = String::with_capacity(bytes.len().div_ceil(3) * 4);
+    for chunk in bytes.chunks(3) {
+        let word = chunk.iter().fold(0u32, |w, b| (w << 8) | u32::from(*b)) << (8 * (3 - chunk.len()));
+        for i in 0..4 {
+            let sextet = (word >> (18 - 6 * i)) & 63;
+            text.push(if i <= chunk.len() { char::from(ALPHABET[sextet as usize]) } else { '=' });
+        }
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn confined(script: &str) -> std::process::Output {
+        let mut command = Command::new("/bin/sh");
+        command.args(["-c", script]);
+        let confinement = Confinement {
+            read: ["/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/dev/null"].map(PathBuf::from).to_vec(),
+            write: vec![PathBuf::from("/dev/null")],
+            seccomp: Some(seccomp::builder()),
+            limits: Limits { fsize: 1 << 20, nofile: 64, cpu: Some(10), ..Limits::default() },
+            env: [("PATH".to_owned(), "/usr/bin:/bin".to_owned())].into(),
+            ..Confinement::new_user()
+        };
+        confinement.apply(&mut command).unwrap();
+        command.output().unwrap()
+    }
+
+    #[test]
+    fn a_confined_child_runs_programs_and_reads_nothing_else() {
+        assert_eq!(confined("echo fine").stdout, b"fine\n");
+        if Probe::here().landlock == 0 {
+            println!("skipped: this kernel has no Landlock");
+            return;
+        }
+        for path in ["/etc/passwd", "/proc/1/environ", "/root", "/tmp"] {
+            assert!(!confined(&format!("ls {path} && cat {path}")).status.success(), "{path} could be read");
+        }
+        assert!(!confined("echo x > /tmp/escaped").status.success());
+    }
+
+    #[test]
+    fn a_confined_child_signals_nobody_outside() {
+        let id = std::process::id();
+        assert!(!confined(&format!("kill -0 {id}")).status.success());
+    }
+
+    #[test]
+    fn base64_pads() {
+        assert_eq!(base64(b"foobar"), "Zm9vYmFy");
+        assert_eq!(base64(b"foob"), "Zm9vYg==");
+        assert_eq!(base64(b"fooba"), "Zm9vYmE=");
+    }
+}

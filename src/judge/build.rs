@@ -1,0 +1,377 @@
+//! The builder: a candidate's sources in, a device image or shared library out.
+//!
+//! Knows compilers and how they are confined; the sources are hostile input. Must not know what an image does.
+//! Equal sources give equal images, since compilers run in the sources' folder under relative names. Only this
+//! file writes the build cache; an entry carries the digest of its content and is rebuilt when it does not fit.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::cache::digest;
+use super::{Device, Toolchain};
+use crate::plan::Module;
+use crate::sandbox::{self, Confinement, Limits, seccomp};
+
+/// Longest that one compilation may take.
+const LIMIT: Duration = Duration::from_secs(120);
+/// Longest diagnostics that reach a verdict, bytes.
+const DIAGNOSTICS: usize = 4000;
+
+/// A built module.
+#[derive(Clone, Debug)]
+pub struct Built {
+    pub image: Arc<[u8]>,
+    pub digest: String,
+    pub seconds: f64,
+    pub cached: bool,
+}
+
+impl Built {
+    /// For a module that no launch uses.
+    #[must_use]
+    pub fn empty() -> Self {
+        Self { image: Arc::from([]), digest: String::new(), seconds: 0.0, cached: true }
+    }
+}
+
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum BuildError {
+    /// The sources don't compile; the message is what the compiler says of them.
+    #[error("{message}")]
+    Refused { message: String, file: Option<String>, line: Option<u32> },
+    #[error("{0}")]
+    Fault(String),
+}
+
+#[derive(Clone, Debug)]
+pub struct Builder {
+    toolchain: Toolchain,
+    cache: PathBuf,
+}
+
+impl Builder {
+    #[must_use]
+    pub fn new(toolchain: &Toolchain, cache: &Path) -> Self {
+        Self { toolchain: toolchain.clone(), cache: cache.to_owned() }
+    }
+
+    /// Builds one module for `arch` (`sm_90a`, or the CPU's).
+    ///
+    /// # Errors
+    /// `Refused` with the compiler's words, file and line; `Fault` when there is no compiler or no disk.
+    pub fn build(
+        &self,
+        device: Device,
+        arch: &str,
+        files: &BTreeMap<String, String>,
+        module: &Module,
+    ) -> Result<Built, BuildError> {
+        let start = Instant::now();
+        let (compiler, arguments) = self.arguments(device, arch, module)?;
+        let version = self.toolchain.versions.get(if device == Device::Cuda { "nvcc" } else { "cxx" });
+        let sources = serde_json::to_vec(&files.iter().filter(|f| !f.0.ends_with(".py")).collect::<BTreeMap<_, _>>())
+            .map_err(|e| BuildError::Fault(e.to_string()))?;
+        let header = fs::read(self.include().join("kernelfleet_math.h")).unwrap_or_default();
+        let text = arguments.join("\0");
+        let key = digest([
+            sources.as_slice(),
+            text.as_bytes(),
+            arch.as_bytes(),
+            version.map_or("", String::as_str).as_bytes(),
+            if device == Device::Cpu { header.as_slice() } else { b"" },
+        ]);
+        if let Some((image, digest)) = self.cached(&key) {
+            return Ok(Built { image, digest, seconds: start.elapsed().as_secs_f64(), cached: true });
+        }
+        let image = self.compile(&compiler, &arguments, files, device)?;
+        let found = digest([image.as_slice()]);
+        self.store(&key, &image, &found);
+        Ok(Built { image: image.into(), digest: found, seconds: start.elapsed().as_secs_f64(), cached: false })
+    }
+
+    fn include(&self) -> PathBuf {
+        self.toolchain.agent_image.join("include")
+    }
+
+    fn arguments(&self, device: Device, arch: &str, module: &Module) -> Result<(PathBuf, Vec<String>), BuildError> {
+        let mut arguments: Vec<String> = Vec::new();
+        let compiler = match device {
+            Device::Cuda => {
+                let nvcc = self.toolchain.nvcc.as_ref().ok_or_else(|| {
+                    BuildError::Fault(
+                        "there is no nvcc: `make env` installs it, `kernelfleet doctor` tells more".into(),
+                    )
+                })?;
+                arguments.extend(nvcc.args.iter().cloned());
+                let number = arch.strip_prefix("sm_").unwrap_or(arch);
+                arguments.extend([
+                    "-cubin".into(),
+                    "-O3".into(),
+                    "-std=c++17".into(),
+                    format!("-gencode=arch=compute_{number},code=sm_{number}"),
+                ]);
+                nvcc.path.clone()
+            }
+            Device::Cpu => {
+                let cxx = self.toolchain.cxx.clone().ok_or_else(|| {
+                    BuildError::Fault("there is no C++ compiler: install g++ (`kernelfleet doctor` tells more)".into())
+                })?;
+                arguments.extend(
+                    [
+                        "-O3",
+                        "-march=native",
+                        "-fopenmp",
+                        "-shared",
+                        "-fPIC",
+                        "-std=c++17",
+                        "-fno-semantic-interposition",
+                        "-fdiagnostics-color=never",
+                    ]
+                    .map(String::from),
+                );
+                arguments.push(format!("-I{}", self.include().display()));
+                cxx
+            }
+        };
+        arguments.extend(module.defines.iter().map(|(name, value)| format!("-D{name}={value}")));
+        arguments.extend(module.flags.iter().cloned());
+        arguments.extend(["-o".into(), "kernelfleet.out".into(), module.path.clone()]);
+        Ok((compiler, arguments))
+    }
+
+    fn cached(&self, key: &str) -> Option<(Arc<[u8]>, String)> {
+        let bytes = fs::read(self.cache.join(key)).ok()?;
+        let (head, image) = bytes.split_at_checked(64)?;
+        let found = digest([image]);
+        (found.as_bytes() == head).then(|| (Arc::from(image), found))
+    }
+
+    fn store(&self, key: &str, image: &[u8], found: &str) {
+        let stored = fs::create_dir_all(&self.cache).and_then(|()| {
+            let mut file = tempfile::NamedTempFile::new_in(&self.cache)?;
+            std::io::Write::write_all(&mut file, found.as_bytes())?;
+            std::io::Write::write_all(&mut file, image)?;
+            file.persist(self.cache.join(key)).map_err(|e| e.error)?;
+            Ok(())
+        });
+        if let Err(error) = stored {
+            tracing::warn!(%error, "a build could not be cached");
+        }
+    }
+
+    fn compile(
+        &self,
+        compiler: &Path,
+        arguments: &[String],
+        files: &BTreeMap<String, String>,
+        device: Device,
+    ) -> Result<Vec<u8>, BuildError> {
+        let fault = |what: &str, e: &dyn std::fmt::Display| BuildError::Fault(format!("{what}: {e}"));
+        let folder = tempfile::Builder::new()
+            .prefix("kernelfleet-build-")
+            .tempdir()
+            .map_err(|e| fault("no folder to build in", &e))?;
+        let work = folder.path().join("work");
+        let temp = folder.path().join("tmp");
+        fs::create_dir(&temp).map_err(|e| fault("no folder to build in", &e))?;
+        for (name, text) in files.iter().filter(|f| !f.0.ends_with(".py")) {
+            let path = work.join(name);
+            fs::create_dir_all(path.parent().unwrap_or(&work))
+                .and_then(|()| fs::write(&path, text))
+                .map_err(|e| fault(&format!("{name} can't be laid out to be built"), &e))?;
+        }
+        fs::create_dir_all(&work).map_err(|e| fault("no folder to build in", &e))?;
+        let confinement = self.confinement(device, folder.path(), &work, &temp);
+        let own = walk(folder.path());
+        for path in &own {
+            let owned = if path.is_dir() {
+                confinement.own(path)
+            } else {
+                confinement.user.map_or(Ok(()), |(u, g)| std::os::unix::fs::chown(path, Some(u), Some(g)))
+            };
+            owned.map_err(|e| fault("the build folder can't be given to its user", &e))?;
+        }
+        let mut command = Command::new(compiler);
+        command.args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        confinement.apply(&mut command).map_err(|e| fault("the compiler can't be confined", &e))?;
+        let mut child =
+            command.spawn().map_err(|e| fault(&format!("the compiler {} can't be started", compiler.display()), &e))?;
+        let pid = i32::try_from(child.id()).unwrap_or(0);
+        let readers: Vec<_> = [
+            child.stdout.take().map(|p| Box::new(p) as Box<dyn Read + Send>),
+            child.stderr.take().map(|p| Box::new(p) as _),
+        ]
+        .into_iter()
+        .flatten()
+        .map(|pipe| {
+            std::thread::spawn(move || {
+                let mut text = Vec::new();
+                let mut pipe = pipe;
+                let _ = pipe.by_ref().take(1 << 20).read_to_end(&mut text);
+                let _ = std::io::copy(&mut pipe, &mut std::io::sink());
+                text
+            })
+        })
+        .collect();
+        let end = Instant::now() + LIMIT;
+        let status = loop {
+            match child.try_wait() {
+                Ok(Some(status)) => break Some(status),
+                Ok(None) if Instant::now() >= end => break None,
+                Ok(None) => std::thread::sleep(Duration::from_millis(2)),
+                Err(error) => return Err(fault("the compiler can't be waited for", &error)),
+            }
+        };
+        sandbox::kill_all(pid, confinement.user.map(|u| u.0));
+        let _ = child.wait();
+        let said: String = readers
+            .into_iter()
+            .filter_map(|r| r.join().ok())
+            .map(|text| String::from_utf8_lossy(&text).into_owned())
+            .collect();
+        let Some(status) = status else {
+            return Err(BuildError::Refused {
+                message: format!("the compiler did not end within {} s", LIMIT.as_secs()),
+                file: None,
+                line: None,
+            });
+        };
+        if !status.success() {
+            return Err(diagnostics(&said, files, &status.to_string()));
+        }
+        fs::read(work.join("kernelfleet.out")).map_err(|e| fault("the compiler left no output", &e))
+    }
+
+    fn confinement(&self, device: Device, folder: &Path, work: &Path, temp: &Path) -> Confinement {
+        let mut read: Vec<PathBuf> =
+            ["/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/alternatives", "/dev/urandom"]
+                .map(PathBuf::from)
+                .to_vec();
+        read.push(self.include());
+        let mut readable = true;
+        if device == Device::Cuda {
+            let tree = self.toolchain.nvcc.iter().flat_map(|n| n.read.iter().cloned());
+            for path in tree {
+                readable &= sandbox::world_readable(&path);
+                read.push(path);
+            }
+        }
+        readable &= sandbox::world_readable(&self.include());
+        let base = if readable { Confinement::new_user() } else { Confinement::default() };
+        Confinement {
+            read,
+            write: vec![folder.to_owned(), PathBuf::from("/dev/null")],
+            seccomp: Some(seccomp::builder()),
+            limits: Limits {
+                address_space: Some(16 << 30),
+                fsize: 256 << 20,
+                nproc: base.user.map(|_| 64),
+                nofile: 256,
+                cpu: Some(LIMIT.as_secs()),
+                ..Limits::default()
+            },
+            cwd: Some(work.to_owned()),
+            env: [
+                ("PATH", "/usr/local/bin:/usr/bin:/bin".to_owned()),
+                ("TMPDIR", temp.display().to_string()),
+                ("LC_ALL", "C".into()),
+            ]
+            .into_iter()
+            .map(|(k, v)| (k.to_owned(), v))
+            .collect(),
+            ..base
+        }
+    }
+}
+
+fn walk(folder: &Path) -> Vec<PathBuf> {
+    let mut found = vec![folder.to_owned()];
+    let mut next = 0;
+    while next < found.len() {
+        if found[next].is_dir() {
+            let inside: Vec<PathBuf> =
+                fs::read_dir(&found[next]).into_iter().flatten().flatten().map(|e| e.path()).collect();
+            found.extend(inside);
+        }
+        next += 1;
+    }
+    found
+}
+
+/// What the compiler says of the candidate's own files, and nothing that it quotes from others: an `#include` of
+/// a file of the system would print that file's lines.
+fn diagnostics(said: &str, files: &BTreeMap<String, String>, status: &str) -> BuildError {
+    let mut kept = String::new();
+    let mut own = false;
+    let mut first: Option<(String, u32)> = None;
+    for line in said.lines() {
+        // `file:12:3: error: ..` (g++) or `file(12): error: ..` (nvcc) begins a diagnostic.
+        let head = line.split([':', '(']).next().unwrap_or_default();
+        let begins = line.contains("error") || line.contains("warning") || line.contains("note:");
+        if files.contains_key(head) {
+            own = true;
+            if first.is_none() && line.contains("error") {
+                let number = line[head.len()..].trim_start_matches([':', '(']);
+                let digits: String = number.chars().take_while(char::is_ascii_digit).collect();
+                first = digits.parse().ok().map(|n| (head.to_owned(), n));
+            }
+        } else if begins || head.starts_with('/') || line.starts_with("In file included") {
+            own = line.contains("undefined reference") || line.starts_with("ptxas");
+        }
+        if own && kept.len() + line.len() < DIAGNOSTICS {
+            kept.push_str(line);
+            kept.push('\n');
+        }
+    }
+    if kept.is_empty() {
+        kept = format!(
+            "the compiler failed ({status}) with nothing to say about the candidate's own files: it may include a file that is not there"
+        );
+    }
+    let (file, line) = first.map_or((None, None), |(f, l)| (Some(f), Some(l)));
+    BuildError::Refused { message: kept.trim_end().to_owned(), file, line }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_of_other_files_are_not_quoted() {
+        let files = [("kernels/a.cpp".to_owned(), String::new())].into();
+        let said = "In file included from kernels/a.cpp:1:\n/etc/passwd:1:1: error: 'root' does not name a type\n    1 | root:x:0:0:root:/root\nkernels/a.cpp:7:2: error: expected ';'\n    7 | int x\n";
+        let BuildError::Refused { message, file, line } = diagnostics(said, &files, "1") else { panic!("refused") };
+        assert!(!message.contains("root"), "{message}");
+        assert_eq!((file.as_deref(), line), (Some("kernels/a.cpp"), Some(7)));
+    }
+
+    #[test]
+    fn an_entry_of_the_cache_that_was_changed_is_not_used() {
+        let folder = tempfile::tempdir().unwrap();
+        let toolchain = Toolchain {
+            python: PathBuf::new(),
+            python_read: vec![],
+            agent_image: PathBuf::new(),
+            nvcc: None,
+            cxx: None,
+            libraries: super::super::toolchain::CudaLibraries::default(),
+            cache: folder.path().into(),
+            program: PathBuf::new(),
+            threads: 1,
+            versions: BTreeMap::new(),
+        };
+        let builder = Builder::new(&toolchain, folder.path());
+        builder.store("k", b"image", &digest([b"image".as_slice()]));
+        assert!(builder.cached("k").is_some());
+        let path = folder.path().join("k");
+        let mut bytes = fs::read(&path).unwrap();
+        *bytes.last_mut().unwrap() ^= 1;
+        fs::write(&path, bytes).unwrap();
+        assert!(builder.cached("k").is_none());
+    }
+}

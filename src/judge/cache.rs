@@ -1,0 +1,92 @@
+//! What a judge remembers between evaluations: baselines and verdicts, by content.
+//!
+//! Knows keys and files. Must not know how a value was measured. A key holds everything that could change the
+//! value (`docs/measuring.md`, "Cache keys"); an entry that can't be read is as good as none.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+
+/// SHA-256 of parts, each with its length in front, as lower-case hex.
+#[must_use]
+pub fn digest<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> String {
+    let mut hash = Sha256::new();
+    for part in parts {
+        hash.update((part.len() as u64).to_le_bytes());
+        hash.update(part);
+    }
+    hash.finalize().iter().map(|b| format!("{b:02x}")).collect()
+}
+
+/// Times of the baselines of one task on one device.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Baseline {
+    /// Median of eager when it was measured, microseconds.
+    pub eager_us: f64,
+    /// Samples of `torch.compile`, microseconds; empty if it failed.
+    pub compile_us: Vec<f64>,
+    pub compile_error: Option<String>,
+    /// Eager's median in the same minutes as `compile_us`, for the drift.
+    pub eager_at_compile_us: f64,
+}
+
+#[derive(Clone, Debug)]
+pub struct Cache {
+    folder: PathBuf,
+}
+
+impl Cache {
+    #[must_use]
+    pub fn new(folder: &Path) -> Self {
+        Self { folder: folder.to_owned() }
+    }
+
+    fn path(&self, kind: &str, key: &str) -> PathBuf {
+        self.folder.join(kind).join(format!("{key}.json"))
+    }
+
+    /// The entry of `key`, if there is a readable one.
+    #[must_use]
+    pub fn get<T: DeserializeOwned>(&self, kind: &str, key: &str) -> Option<T> {
+        serde_json::from_slice(&fs::read(self.path(kind, key)).ok()?).ok()
+    }
+
+    /// Stores an entry; a failure is logged, since a cache may always be empty.
+    pub fn put<T: Serialize>(&self, kind: &str, key: &str, value: &T) {
+        let path = self.path(kind, key);
+        let folder = self.folder.join(kind);
+        let written = fs::create_dir_all(&folder).and_then(|()| {
+            let file = tempfile::NamedTempFile::new_in(&folder)?;
+            serde_json::to_writer(&file, value)?;
+            file.persist(&path).map_err(|e| e.error)?;
+            Ok(())
+        });
+        if let Err(error) = written {
+            tracing::warn!(%error, path = %path.display(), "a result could not be cached");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_that_join_to_the_same_bytes_have_different_digests() {
+        assert_ne!(digest([b"ab".as_slice(), b"c"]), digest([b"a".as_slice(), b"bc"]));
+    }
+
+    #[test]
+    fn an_entry_that_was_cut_is_as_good_as_none() {
+        let folder = tempfile::tempdir().unwrap();
+        let cache = Cache::new(folder.path());
+        let value = Baseline { eager_us: 3.0, ..Baseline::default() };
+        cache.put("baseline", "k", &value);
+        assert_eq!(cache.get::<Baseline>("baseline", "k"), Some(value));
+        fs::write(folder.path().join("baseline/k.json"), "{\"eager").unwrap();
+        assert_eq!(cache.get::<Baseline>("baseline", "k"), None);
+    }
+}

@@ -1,0 +1,159 @@
+//! What each child of a judge may read, write and call.
+//!
+//! Policy only: which folders, users and limits go with which role. How they are enforced is `sandbox`'s.
+
+use std::path::{Path, PathBuf};
+
+use super::{Device, Toolchain};
+use crate::sandbox::{Confinement, Limits, seccomp};
+
+const GIB: u64 = 1 << 30;
+
+/// Folders of the system that any program needs to start and to resolve its libraries.
+fn system() -> Vec<PathBuf> {
+    [
+        "/usr",
+        "/lib",
+        "/lib64",
+        "/bin",
+        "/sbin",
+        "/etc/ld.so.cache",
+        "/etc/ld.so.conf",
+        "/etc/ld.so.conf.d",
+        "/etc/alternatives",
+    ]
+    .into_iter()
+    .map(PathBuf::from)
+    .filter(|p| p.exists())
+    .collect()
+}
+
+/// A recorder: hostile Python, no processes, nothing to write but its own folder.
+#[allow(dead_code, reason = "used by the session")]
+pub(super) fn recorder(toolchain: &Toolchain, scratch: &Path) -> Confinement {
+    let mut read = system();
+    read.extend(toolchain.python_read.iter().cloned());
+    read.push(toolchain.agent_image.join("python"));
+    read.extend(
+        ["/dev/null", "/dev/urandom", "/dev/zero", "/proc/self", "/proc/cpuinfo", "/proc/meminfo"].map(PathBuf::from),
+    );
+    Confinement {
+        read,
+        write: vec![scratch.to_owned(), PathBuf::from("/dev/null")],
+        seccomp: Some(seccomp::recorder()),
+        limits: Limits {
+            data: Some(16 * GIB),
+            fsize: 16 << 20,
+            nproc: None,
+            nofile: 64,
+            cpu: Some(120),
+            ..Limits::default()
+        },
+        cwd: Some(scratch.to_owned()),
+        ..Confinement::new_user()
+    }
+}
+
+/// A reference host: task sources come from models too. It compiles, so it may start processes; on CUDA it
+/// needs the driver's device files.
+#[allow(dead_code, reason = "used by the session")]
+pub(super) fn host(toolchain: &Toolchain, device: Device, scratch: &Path) -> Confinement {
+    let mut read = system();
+    read.extend(toolchain.python_read.iter().cloned());
+    read.push(toolchain.agent_image.join("python"));
+    read.extend(
+        ["/proc", "/sys/devices/system", "/dev/urandom", "/dev/zero", "/etc/passwd", "/etc/nsswitch.conf"]
+            .map(PathBuf::from),
+    );
+    let mut write = vec![scratch.to_owned(), PathBuf::from("/dev/null")];
+    if device == Device::Cuda {
+        read.extend(
+            ["/sys", "/usr/local/cuda", "/usr/local/nvidia", "/etc/OpenCL", "/run/nvidia-persistenced"]
+                .map(PathBuf::from),
+        );
+        write.extend(device_files());
+        write.push(PathBuf::from("/dev/shm"));
+    }
+    let temp = scratch.display().to_string();
+    Confinement {
+        read,
+        write,
+        seccomp: Some(seccomp::host()),
+        limits: Limits { data: None, fsize: 8 * GIB, nproc: None, nofile: 4096, cpu: None, ..Limits::default() },
+        cwd: Some(scratch.to_owned()),
+        env: [
+            ("TMPDIR", temp.clone()),
+            ("HOME", temp.clone()),
+            ("TORCHINDUCTOR_CACHE_DIR", format!("{temp}/inductor")),
+            ("TRITON_CACHE_DIR", format!("{temp}/triton")),
+        ]
+        .into_iter()
+        .map(|(k, v)| (k.to_owned(), v))
+        .collect(),
+        ..Confinement::new_user()
+    }
+}
+
+/// A runner. On the CPU the candidate's library is loaded into it; on a card it is our own program, which
+/// holds no secret and meets hostile device code only.
+#[allow(dead_code, reason = "used by the session")]
+pub(super) fn runner(toolchain: &Toolchain, device: Device) -> Confinement {
+    let mut read = system();
+    read.push(toolchain.program.clone());
+    read.extend(["/proc", "/sys/devices/system", "/dev/urandom", "/dev/zero"].map(PathBuf::from));
+    let mut write = vec![PathBuf::from("/dev/null")];
+    let threads = toolchain.threads.to_string();
+    let mut env: Vec<(String, String)> = [
+        ("OMP_WAIT_POLICY", "passive"),
+        ("OMP_NUM_THREADS", threads.as_str()),
+        ("OMP_PROC_BIND", "false"),
+        ("PATH", "/usr/bin:/bin"),
+        ("LANG", "C.UTF-8"),
+    ]
+    .into_iter()
+    .map(|(k, v)| (k.to_owned(), v.to_owned()))
+    .collect();
+    let (seccomp, limits) = match device {
+        Device::Cpu => (
+            seccomp::runner_cpu(),
+            Limits {
+                data: Some(4 * GIB),
+                fsize: 16 << 20,
+                nproc: None,
+                nofile: 1024,
+                cpu: Some(600),
+                ..Limits::default()
+            },
+        ),
+        Device::Cuda => {
+            read.extend(["/sys", "/usr/local/cuda", "/usr/local/nvidia"].map(PathBuf::from));
+            read.extend(toolchain.python_read.iter().cloned());
+            write.extend(device_files());
+            env.push(("CUDA_CACHE_DISABLE".into(), "1".into()));
+            (
+                seccomp::runner_cuda(),
+                Limits { data: None, fsize: 1 << 30, nproc: None, nofile: 4096, cpu: Some(600), ..Limits::default() },
+            )
+        }
+    };
+    Confinement {
+        read,
+        write,
+        seccomp: Some(seccomp),
+        limits,
+        env: env.into_iter().collect(),
+        ..Confinement::new_user()
+    }
+}
+
+fn device_files() -> Vec<PathBuf> {
+    let mut found: Vec<PathBuf> = std::fs::read_dir("/dev")
+        .into_iter()
+        .flatten()
+        .flatten()
+        .map(|e| e.path())
+        .filter(|p| p.file_name().is_some_and(|n| n.to_string_lossy().starts_with("nvidia")))
+        .collect();
+    found.sort();
+    found
+}

@@ -1,0 +1,250 @@
+//! Zygotes and the children they fork: start, talk, stop, kill.
+//!
+//! Knows processes, sockets and deadlines. Must not know what is asked of a child. A child is a process of
+//! another session and, where the host allows it, another user; killing it kills all of both.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use serde_json::{Value, json};
+
+use super::wire::{self, Channel, Frame};
+use crate::sandbox::{self, Confinement};
+
+/// What a child answered, when it answered no.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error("{message}")]
+pub struct Refused {
+    pub code: String,
+    pub message: String,
+    pub body: Value,
+}
+
+/// Why a request to a child failed.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error(transparent)]
+    Refused(#[from] Refused),
+    #[error("the {role} {what}")]
+    Gone { role: String, what: String, timeout: bool },
+    #[error("the {role} can't be started: {source}")]
+    Start { role: String, source: io::Error },
+}
+
+impl Error {
+    /// Code of a refusal, `timeout`, or `gone`.
+    #[must_use]
+    pub fn code(&self) -> &str {
+        match self {
+            Self::Refused(r) => &r.code,
+            Self::Gone { timeout: true, .. } => "timeout",
+            Self::Gone { .. } | Self::Start { .. } => "gone",
+        }
+    }
+}
+
+/// A trusted Python process that has imported what its children need.
+#[derive(Debug)]
+pub struct Zygote {
+    role: String,
+    channel: Channel,
+    child: Child,
+}
+
+/// Sends a request and takes `ok` apart.
+fn ask(
+    role: &str,
+    channel: &mut Channel,
+    body: &Value,
+    fds: &[BorrowedFd<'_>],
+    timeout: Duration,
+) -> Result<Frame, Error> {
+    let gone = |e: wire::Error| {
+        let timeout = matches!(e, wire::Error::Timeout(_));
+        let what = match e {
+            wire::Error::Closed => format!("ended during `{}`", body["op"].as_str().unwrap_or("?")),
+            wire::Error::Timeout(s) => {
+                format!("gave no answer to `{}` within {s:.0} s", body["op"].as_str().unwrap_or("?"))
+            }
+            other => format!("sent a bad answer to `{}`: {other}", body["op"].as_str().unwrap_or("?")),
+        };
+        Error::Gone { role: role.to_owned(), what, timeout }
+    };
+    let frame = channel.call(body, fds, Some(timeout)).map_err(gone)?;
+    if frame.body["ok"].as_bool() == Some(true) {
+        return Ok(frame);
+    }
+    let text = |key: &str| frame.body[key].as_str().unwrap_or_default().to_owned();
+    let code = if frame.body["code"].is_string() { text("code") } else { "malformed".to_owned() };
+    Err(Refused { code, message: text("message"), body: frame.body.clone() }.into())
+}
+
+/// Gives a command its end of a socket as descriptor 3.
+pub fn descriptor_three(command: &mut Command, end: OwnedFd) {
+    // SAFETY: the closure only calls dup2 and fcntl, which are async-signal-safe, on descriptors it owns.
+    unsafe {
+        command.pre_exec(move || {
+            let fd = end.as_raw_fd();
+            let done = if fd == 3 { libc::fcntl(3, libc::F_SETFD, 0) } else { libc::dup2(fd, 3) };
+            if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+        });
+    }
+}
+
+impl Zygote {
+    /// Starts `python -m module` and waits until it answers.
+    ///
+    /// # Errors
+    /// When it can't be started or does not answer within two minutes; its standard error is in the message.
+    pub fn start(role: &str, mut command: Command) -> Result<Self, Error> {
+        let start = |source| Error::Start { role: role.to_owned(), source };
+        let (channel, theirs) = Channel::pair().map_err(start)?;
+        descriptor_three(&mut command, theirs.into());
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+        let mut child = command.spawn().map_err(start)?;
+        drop(command);
+        let stderr = child.stderr.take();
+        let mut zygote = Self { role: role.to_owned(), channel, child };
+        match ask(role, &mut zygote.channel, &json!({"op": "ping"}), &[], Duration::from_secs(120)) {
+            Ok(_) => {
+                if let Some(pipe) = stderr {
+                    // Drained for ever, so that a zygote that warns can't block.
+                    std::thread::spawn(move || io::copy(&mut io::BufReader::new(pipe), &mut io::sink()));
+                }
+                Ok(zygote)
+            }
+            Err(error) => {
+                let _ = zygote.child.kill();
+                let mut said = String::new();
+                if let Some(mut pipe) = stderr {
+                    let _ = io::Read::read_to_string(&mut pipe, &mut said);
+                }
+                let tail: Vec<&str> = said.lines().rev().take(5).collect();
+                let tail = tail.into_iter().rev().collect::<Vec<_>>().join(" | ");
+                Err(Error::Gone { role: role.to_owned(), what: format!("{error}; it said: {tail}"), timeout: false })
+            }
+        }
+    }
+
+    /// # Errors
+    /// When the zygote is gone or refuses.
+    pub fn ask(&mut self, body: &Value, timeout: Duration) -> Result<Frame, Error> {
+        ask(&self.role, &mut self.channel, body, &[], timeout)
+    }
+
+    /// Forks a child under `confinement`, with more keys of the request in `extra` (`role`).
+    ///
+    /// # Errors
+    /// When the zygote is gone or the child does not confirm its confinement.
+    pub fn fork(
+        &mut self,
+        role: &str,
+        confinement: &Confinement,
+        threads: usize,
+        extra: &Value,
+    ) -> Result<Forked, Error> {
+        let (channel, theirs) = Channel::pair().map_err(|source| Error::Start { role: role.to_owned(), source })?;
+        let mut body = confinement.to_wire(threads);
+        body["op"] = json!("fork");
+        if let (Some(body), Some(extra)) = (body.as_object_mut(), extra.as_object()) {
+            body.extend(extra.clone());
+        }
+        let frame = ask(&self.role, &mut self.channel, &body, &[theirs.as_fd()], Duration::from_secs(60))?;
+        drop(theirs);
+        let pid = i32::try_from(frame.body["pid"].as_i64().unwrap_or(0)).unwrap_or(0);
+        if pid <= 1 {
+            return Err(Error::Gone {
+                role: role.to_owned(),
+                what: "was forked without a process id".into(),
+                timeout: false,
+            });
+        }
+        let mut forked = Forked {
+            role: role.to_owned(),
+            channel,
+            pid,
+            uid: confinement.user.map(|u| u.0),
+            isolation: Vec::new(),
+            scratch: None,
+        };
+        let hello = forked.ask(&json!({"op": "hello"}), &[], Duration::from_secs(60))?;
+        forked.isolation = serde_json::from_value(hello.body["isolation"].clone()).unwrap_or_default();
+        Ok(forked)
+    }
+}
+
+impl Drop for Zygote {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A child of a zygote; killed with everything it started when dropped.
+#[derive(Debug)]
+pub struct Forked {
+    role: String,
+    channel: Channel,
+    pub pid: i32,
+    uid: Option<u32>,
+    pub isolation: Vec<String>,
+    /// Its working folder, removed after it.
+    pub scratch: Option<tempfile::TempDir>,
+}
+
+impl Forked {
+    /// Sends a request with descriptors and waits for the reply.
+    ///
+    /// # Errors
+    /// `Refused` with the child's words; `Gone` when it ended or is late.
+    pub fn ask(&mut self, body: &Value, fds: &[BorrowedFd<'_>], timeout: Duration) -> Result<Frame, Error> {
+        ask(&self.role, &mut self.channel, body, fds, timeout)
+    }
+
+    /// Stops all its threads (no effect on a process that is gone).
+    pub fn freeze(&self) {
+        signal(self.pid, libc::SIGSTOP);
+    }
+
+    /// Lets it run again.
+    pub fn thaw(&self) {
+        signal(self.pid, libc::SIGCONT);
+    }
+}
+
+impl Drop for Forked {
+    fn drop(&mut self) {
+        sandbox::kill_all(self.pid, self.uid);
+    }
+}
+
+fn signal(pid: i32, number: i32) {
+    // SAFETY: kill takes plain numbers; a pid that is gone gives an error, which is what we want to ignore.
+    unsafe { libc::kill(pid, number) };
+}
+
+/// The environment of a Python zygote: nothing of ours but what is named.
+#[must_use]
+pub fn python_command(
+    python: &PathBuf,
+    module: &str,
+    python_path: &PathBuf,
+    env: &BTreeMap<String, String>,
+) -> Command {
+    let mut command = Command::new(python);
+    command
+        .args(["-B", "-s", "-m", module])
+        .env_clear()
+        .env("PYTHONPATH", python_path)
+        .env("PYTHONUNBUFFERED", "1")
+        .env("PATH", "/usr/local/bin:/usr/bin:/bin")
+        .env("USER", "kernelfleet")
+        .env("LANG", "C.UTF-8")
+        .envs(env);
+    command
+}

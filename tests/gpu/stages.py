@@ -1,0 +1,183 @@
+"""The stages of the GPU check: each runs the product's own commands and writes what they said as one JSON.
+
+Nothing is computed here that a command could say itself, but for sums over its rows. A stage that was cut
+goes on where it was: `kernelfleet run` keeps what is done in its results folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = os.environ.get("KERNELFLEET", str(ROOT / "target/release/kernelfleet"))
+WORK = ROOT / "results/gpu"
+SECONDS = 520
+
+
+def command(arguments: list[str], seconds: float = SECONDS) -> tuple[int, str, str, float]:
+    """Run the program; returns status, output, diagnostics, wall seconds. 124 when it was cut."""
+    start = time.monotonic()
+    process = subprocess.Popen(
+        [PROGRAM, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        out, err = process.communicate(timeout=seconds)
+        status = process.returncode
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 2)
+        try:
+            out, err = process.communicate(timeout=20)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+            out, err = process.communicate()
+        status = 124
+    return status, out, err, time.monotonic() - start
+
+
+def facts() -> dict[str, Any]:
+    """Commit, card, driver and versions, for every evidence file."""
+    status, out, err, _ = command(["doctor", "-o", "json"], 120)
+    doctor = json.loads(out) if out.strip().startswith("{") else {"error": err[-2000:], "status": status}
+    query = "name,driver_version,memory.total,power.limit"
+    card = subprocess.run(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True, text=True)
+    commit = os.environ.get("KERNELFLEET_COMMIT", "")
+    if not commit:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    return {"commit": commit, "card": card.stdout.strip(), "doctor": doctor}
+
+
+def task_files(tasks: Path, levels: list[int]) -> list[Path]:
+    """KernelBench's files of the levels, in the order of their numbers."""
+
+    def number(path: Path) -> int:
+        head = path.name.split("_")[0]
+        return int(head) if head.isdigit() else 0
+
+    return [p for level in levels for p in sorted((tasks / f"level{level}").glob("*.py"), key=number)]
+
+
+def manifest(path: Path, name: str, compile_baseline: bool = True) -> Path:
+    """An OptimizationJob for the built-in policy on this card; its tasks come by --tasks."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = (
+        "apiVersion: kernelfleet.dev/v1alpha1\nkind: OptimizationJob\n"
+        f"metadata: {{name: {name}}}\n"
+        "spec:\n  tasks: {taskSet: {name: kernelbench}}\n  policy: {builtin: {}}\n"
+        "  judge: {gpuPool: local, precision: reference}\n"
+    )
+    path.write_text(text)
+    return path
+
+
+def smoke(tasks: Path) -> dict[str, Any]:
+    """Hand-written candidates of tests/gpu/candidates, each judged on the card."""
+    rows = []
+    for folder in sorted((ROOT / "tests/gpu/candidates").iterdir()):
+        if not (folder / "task.py").exists():
+            continue
+        status, out, err, seconds = command(
+            ["judge", "--task", str(folder / "task.py"), "--candidate", str(folder / "candidate"), "--device", "cuda", "-o", "json"],
+            180,
+        )
+        verdict = json.loads(out) if out.strip().startswith("{") else None
+        rows.append({"case": folder.name, "status": status, "seconds": seconds, "verdict": verdict, "stderr": err[-3000:]})
+        print(folder.name, status, f"{seconds:.1f} s", (verdict or {}).get("reward"), (verdict or {}).get("reason"), err[-500:], flush=True)
+    return {"rows": rows}
+
+
+def check(tasks: Path) -> dict[str, Any]:
+    """`task check` of levels 1 to 3."""
+    paths = [str(tasks / f"level{level}") for level in (1, 2, 3)]
+    status, out, err, seconds = command(["task", "check", *paths, "--device", "cuda", "-o", "json"])
+    rows = []
+    for line in out.splitlines():
+        if line.strip().startswith("{"):
+            rows.append(json.loads(line))
+    return {"status": status, "seconds": seconds, "rows": rows, "stderr": err[-3000:]}
+
+
+def policy(tasks: Path) -> dict[str, Any]:
+    """The built-in policy over levels 1 and 2 at precision reference; goes on where it was cut."""
+    job = manifest(WORK / "policy.yaml", "policy")
+    levels = os.environ.get("KERNELFLEET_LEVELS", "1,2").split(",")
+    arguments = ["run", str(job), "--device", "cuda", "--results", str(WORK / "policy"), "-o", "json"]
+    for level in levels:
+        arguments += ["--tasks", str(tasks / f"level{level}")]
+    status, out, err, seconds = command(arguments, float(os.environ.get("KERNELFLEET_STAGE_SECONDS", SECONDS)))
+    summary = json.loads(out) if out.strip().startswith("{") else None
+    return {"status": status, "seconds": seconds, "summary": summary, "stderr": err[-6000:]}
+
+
+def repeat(tasks: Path) -> dict[str, Any]:
+    """Ten verdicts of each of ten best candidates of the policy stage: coefficient of variation of the speedup."""
+    rows = []
+    found = sorted((WORK / "policy").glob("**/best/model_new.py"))
+    step = max(1, len(found) // 10)
+    start = time.monotonic()
+    for best in found[::step][:10]:
+        name = best.parents[1].name
+        task = next((p for p in task_files(tasks, [1, 2]) if p.stem == name), None)
+        if task is None or time.monotonic() - start > SECONDS:
+            continue
+        speedups, times, phases = [], [], []
+        for _ in range(10):
+            status, out, _, _ = command(
+                ["judge", "--task", str(task), "--candidate", str(best.parent), "--device", "cuda", "-o", "json"], 60
+            )
+            if status == 0:
+                verdict = json.loads(out)
+                if verdict["correct"]:
+                    speedups.append(verdict["speedup"]["eager"]["median"])
+                    times.append(verdict["time_us"]["candidate"]["median"])
+                    phases.append(verdict["phases_seconds"])
+        if len(speedups) > 1:
+            mean = sum(speedups) / len(speedups)
+            deviation = math.sqrt(sum((x - mean) ** 2 for x in speedups) / (len(speedups) - 1))
+            rows.append({"task": name, "runs": len(speedups), "speedup": mean, "cv": deviation / mean,
+                         "time_us": sum(times) / len(times), "phases": phases})
+            print(name, rows[-1]["cv"], flush=True)
+    return {"rows": rows}
+
+
+def batch(tasks: Path) -> dict[str, Any]:
+    """Verdicts a second of one batch with cached baselines."""
+    rows = []
+    for folder in sorted((ROOT / "tests/gpu/batches").glob("*/task.py")):
+        arguments = ["judge", "--task", str(folder), "--batch", str(folder.parent / "candidates"), "--device", "cuda", "-o", "json"]
+        command(arguments, 240)
+        status, out, err, seconds = command(arguments, 240)
+        rows.append({"case": folder.parent.name, "status": status, "seconds": seconds, "output": out[-200000:], "stderr": err[-2000:]})
+    return {"rows": rows}
+
+
+STAGES = {"smoke": smoke, "check": check, "policy": policy, "repeat": repeat, "batch": batch}
+
+
+def main() -> int:
+    """Run the stages asked for; 1 if one could not run at all."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("stages", nargs="+", choices=sorted(STAGES))
+    parser.add_argument("--out", type=Path, default=ROOT / "docs/evidence")
+    parser.add_argument("--tasks", type=Path, default=Path(os.environ.get("KERNELBENCH", ROOT / "kernelbench")))
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    about = facts()
+    for stage in given.stages:
+        start = time.monotonic()
+        result = STAGES[stage](given.tasks)
+        text = {"stage": stage, "command": f"tests/gpu/run.sh {stage}", "wall_seconds": time.monotonic() - start, **about, "result": result}
+        (given.out / f"{stage}.json").write_text(json.dumps(text, indent=1) + "\n")
+        print(f"stage {stage}: {time.monotonic() - start:.0f} s", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
