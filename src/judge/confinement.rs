@@ -5,7 +5,7 @@
 use std::path::{Path, PathBuf};
 
 use super::{Device, Toolchain};
-use crate::sandbox::{Confinement, Limits, seccomp};
+use crate::sandbox::{self, Confinement, Limits, seccomp};
 
 const GIB: u64 = 1 << 30;
 
@@ -28,8 +28,13 @@ fn system() -> Vec<PathBuf> {
     .collect()
 }
 
+/// A user of its own, where we may switch and where that user can read what it must.
+fn base<'a>(needs: impl IntoIterator<Item = &'a PathBuf>) -> Confinement {
+    if needs.into_iter().all(|p| sandbox::world_readable(p)) { Confinement::new_user() } else { Confinement::default() }
+}
+
 /// A recorder: hostile Python, no processes, nothing to write but its own folder.
-#[allow(dead_code, reason = "used by the session")]
+
 pub(super) fn recorder(toolchain: &Toolchain, scratch: &Path) -> Confinement {
     let mut read = system();
     read.extend(toolchain.python_read.iter().cloned());
@@ -50,13 +55,13 @@ pub(super) fn recorder(toolchain: &Toolchain, scratch: &Path) -> Confinement {
             ..Limits::default()
         },
         cwd: Some(scratch.to_owned()),
-        ..Confinement::new_user()
+        ..base(python(toolchain).iter())
     }
 }
 
 /// A reference host: task sources come from models too. It compiles, so it may start processes; on CUDA it
 /// needs the driver's device files.
-#[allow(dead_code, reason = "used by the session")]
+
 pub(super) fn host(toolchain: &Toolchain, device: Device, scratch: &Path) -> Confinement {
     let mut read = system();
     read.extend(toolchain.python_read.iter().cloned());
@@ -90,13 +95,13 @@ pub(super) fn host(toolchain: &Toolchain, device: Device, scratch: &Path) -> Con
         .into_iter()
         .map(|(k, v)| (k.to_owned(), v))
         .collect(),
-        ..Confinement::new_user()
+        ..base(python(toolchain).iter())
     }
 }
 
 /// A runner. On the CPU the candidate's library is loaded into it; on a card it is our own program, which
 /// holds no secret and meets hostile device code only.
-#[allow(dead_code, reason = "used by the session")]
+
 pub(super) fn runner(toolchain: &Toolchain, device: Device) -> Confinement {
     let mut read = system();
     read.push(toolchain.program.clone());
@@ -142,8 +147,14 @@ pub(super) fn runner(toolchain: &Toolchain, device: Device) -> Confinement {
         seccomp: Some(seccomp),
         limits,
         env: env.into_iter().collect(),
-        ..Confinement::new_user()
+        ..base([&toolchain.program])
     }
+}
+
+fn python(toolchain: &Toolchain) -> Vec<PathBuf> {
+    let mut needs = toolchain.python_read.clone();
+    needs.push(toolchain.agent_image.join("python"));
+    needs
 }
 
 fn device_files() -> Vec<PathBuf> {

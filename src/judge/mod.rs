@@ -2,11 +2,15 @@
 //!
 //! This file is the interface that policies and `local` use; the steps are in the submodules.
 
+pub mod admit;
 pub mod build;
 pub mod cache;
 mod confinement;
+mod device;
+mod evaluate;
 pub mod process;
 pub mod runner;
+mod session;
 pub mod timing;
 pub mod toolchain;
 pub mod verdict;
@@ -18,6 +22,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 pub use crate::plan::Device;
+pub use session::{Error, Judge, Session, Slice};
 pub use toolchain::Toolchain;
 pub use verdict::Verdict;
 

@@ -56,10 +56,17 @@ pub struct Reason {
     pub hint: Option<String>,
 }
 
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+/// A figure against each baseline.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Against<T> {
     pub eager: Option<T>,
     pub compile: Option<T>,
+}
+
+impl<T> Default for Against<T> {
+    fn default() -> Self {
+        Self { eager: None, compile: None }
+    }
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]

@@ -1,0 +1,529 @@
+//! A judge at work: zygotes kept warm, one reference host a task, candidates in, verdicts out.
+//!
+//! Knows who is asked for what and in which order a task is opened. How one candidate is evaluated is in
+//! `evaluate`; what the answers mean is in the contract.
+
+use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::time::Duration;
+
+use serde_json::{Value, json};
+
+use super::build::Builder;
+use super::cache::{Cache, digest};
+use super::confinement;
+use super::process::{self, Forked, Zygote, python_command};
+use super::verdict::PROCEDURE;
+use super::{Candidate, Device, Effort, Options, Precision, TaskSource, Toolchain, Verdict, device, evaluate};
+use crate::task::graph::Graph;
+
+/// Why there is no verdict.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum Error {
+    /// What was asked can't be judged: the task or the machine is the reason. Exit status 2.
+    #[error("{message}")]
+    Request { code: String, message: String },
+    /// The judge itself failed. Exit status 1.
+    #[error("fault of the judge: {0}")]
+    Fault(String),
+}
+
+impl Error {
+    pub(super) fn request(code: &str, message: impl Into<String>) -> Self {
+        Self::Request { code: code.to_owned(), message: message.into() }
+    }
+}
+
+/// The right to use the device: shared (verification, baselines being built) or exclusive (measurement), among
+/// all judges that are given the same one.
+#[derive(Debug, Default)]
+pub struct Slice(RwLock<()>);
+
+/// A held slice; given back when dropped.
+#[derive(Debug)]
+pub enum Held<'a> {
+    Shared(RwLockReadGuard<'a, ()>),
+    Exclusive(RwLockWriteGuard<'a, ()>),
+}
+
+impl Slice {
+    #[must_use]
+    pub fn new() -> Arc<Self> {
+        Arc::new(Self::default())
+    }
+
+    /// Waits until nobody measures.
+    pub fn share(&self) -> Held<'_> {
+        Held::Shared(self.0.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Waits until nobody else uses the device.
+    pub fn hold(&self) -> Held<'_> {
+        Held::Exclusive(self.0.write().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+/// A judge of one device. Sessions of several threads may share it.
+#[derive(Debug)]
+pub struct Judge {
+    pub(super) toolchain: Toolchain,
+    pub(super) options: Options,
+    pub(super) slice: Arc<Slice>,
+    pub(super) builder: Builder,
+    pub(super) cache: Cache,
+    pub(super) device: device::Facts,
+    memory: Arc<Memory>,
+    hosts: Mutex<Zygote>,
+    recorders: Mutex<Zygote>,
+}
+
+/// Device memory that open tasks have been promised, in bytes.
+#[derive(Debug, Default)]
+struct Memory {
+    used: Mutex<u64>,
+    freed: Condvar,
+}
+
+/// A promise of device memory; given back when dropped.
+#[derive(Debug)]
+struct Reservation {
+    memory: Arc<Memory>,
+    bytes: u64,
+}
+
+impl Memory {
+    /// Waits until `bytes` fit beside what is promised; `bytes` must not be over `most`.
+    fn reserve(self: &Arc<Self>, bytes: u64, most: u64) -> Reservation {
+        let mut used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
+        while *used + bytes > most && *used > 0 {
+            used = self.freed.wait(used).unwrap_or_else(PoisonError::into_inner);
+        }
+        *used += bytes;
+        Reservation { memory: Arc::clone(self), bytes }
+    }
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        let mut used = self.memory.used.lock().unwrap_or_else(PoisonError::into_inner);
+        *used = used.saturating_sub(self.bytes);
+        self.memory.freed.notify_all();
+    }
+}
+
+/// A tensor as the processes describe it.
+#[derive(Clone, Debug, serde::Deserialize, serde::Serialize)]
+pub(super) struct WireTensor {
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
+    pub bytes: u64,
+    #[serde(flatten)]
+    pub rest: BTreeMap<String, Value>,
+}
+
+/// A parameter set: its seed and its bytes for the recorder.
+#[derive(Debug)]
+pub(super) struct ParameterSet {
+    pub seed: u64,
+    pub tensors: Value,
+    pub fd: Option<OwnedFd>,
+}
+
+/// What is fixed about an open task: enough to record and build candidates without its host.
+#[derive(Debug)]
+pub(super) struct Fixed {
+    pub judge: Arc<Judge>,
+    pub task: TaskSource,
+    /// Reply of `open`.
+    pub described: Value,
+    pub inputs: Vec<Value>,
+    pub state: Vec<WireTensor>,
+    pub sets: OnceLock<Vec<ParameterSet>>,
+    pub digest: String,
+}
+
+impl Fixed {
+    pub(super) fn sets(&self) -> &[ParameterSet] {
+        self.sets.get().map_or(&[], Vec::as_slice)
+    }
+}
+
+/// A task that is open in a reference host.
+#[derive(Debug)]
+pub struct Session {
+    pub(super) fixed: Arc<Fixed>,
+    pub(super) host: Forked,
+    pub(super) current_set: usize,
+    pub(super) parameter_fds: BTreeMap<String, (OwnedFd, u64)>,
+    pub(super) input_fds: Vec<Vec<Option<(OwnedFd, u64)>>>,
+    pub(super) slots: usize,
+    pub(super) helper: Option<Forked>,
+    #[expect(dead_code, reason = "held for its end")]
+    reserved: Option<Reservation>,
+    pub(super) baseline: Option<super::cache::Baseline>,
+    /// Eager of one run, microseconds, as last seen: bounds what a candidate may take.
+    pub(super) eager_us: f64,
+}
+
+pub(super) const MINUTES: Duration = Duration::from_secs(600);
+
+/// A fault in a helper process is a fault of the judge; a refusal about the task is a request error.
+pub(super) fn task_error(task: &TaskSource, error: process::Error) -> Error {
+    match error {
+        process::Error::Refused(refused) => {
+            let line = refused.body["line"].as_u64().map(|l| format!(":{l}")).unwrap_or_default();
+            Error::Request {
+                code: refused.code,
+                message: format!("{}{line}: {}", task.path.display(), refused.message),
+            }
+        }
+        process::Error::Gone { timeout: true, what, .. } => {
+            Error::request("timeout", format!("{}: the reference host {what}", task.path.display()))
+        }
+        process::Error::Gone { what, .. } => Error::request(
+            "crash",
+            format!(
+                "{}: the reference host {what}: the task crashes it or needs more memory than there is",
+                task.path.display()
+            ),
+        ),
+        other => Error::Fault(other.to_string()),
+    }
+}
+
+impl Judge {
+    /// Starts the zygotes (about 2 s each, at the same time).
+    ///
+    /// # Errors
+    /// `Request` when the device asked for is not here, `Fault` when a zygote does not start.
+    pub fn start(toolchain: &Toolchain, options: Options, slice: Arc<Slice>) -> Result<Arc<Self>, Error> {
+        let device = device::Facts::find(toolchain, options.device)?;
+        let python_path = toolchain.agent_image.join("python");
+        let mut host_env: BTreeMap<String, String> = [
+            // Recycled memory for eager: page faults must not be what is measured.
+            ("MALLOC_MMAP_THRESHOLD_", "17179869184"),
+            ("MALLOC_TRIM_THRESHOLD_", "17179869184"),
+            ("MALLOC_TOP_PAD_", "268435456"),
+            ("PYTORCH_NVML_BASED_CUDA_CHECK", "1"),
+            ("CUDA_MODULE_LOADING", "LAZY"),
+        ]
+        .into_iter()
+        .map(|(k, v)| (k.to_owned(), v.to_owned()))
+        .collect();
+        if options.device == Device::Cpu {
+            host_env.insert("CUDA_VISIBLE_DEVICES".into(), String::new());
+        }
+        host_env.insert("OMP_NUM_THREADS".into(), toolchain.threads.to_string());
+        let recorder_env: BTreeMap<String, String> =
+            [("CUDA_VISIBLE_DEVICES".to_owned(), String::new()), ("OMP_NUM_THREADS".to_owned(), "1".to_owned())].into();
+        let fault = |e: process::Error| Error::Fault(e.to_string());
+        let (hosts, recorders) = std::thread::scope(|scope| {
+            let hosts = scope.spawn(|| {
+                Zygote::start(
+                    "reference host zygote",
+                    python_command(&toolchain.python, "kernelfleet_host", &python_path, &host_env),
+                )
+            });
+            let recorders = Zygote::start(
+                "recorder zygote",
+                python_command(&toolchain.python, "kernelfleet_recorder", &python_path, &recorder_env),
+            );
+            (hosts.join(), recorders)
+        });
+        let hosts = hosts.map_err(|_| Error::Fault("the thread that starts the hosts died".into()))?.map_err(fault)?;
+        Ok(Arc::new(Self {
+            builder: Builder::new(toolchain, &toolchain.cache.join("builds")),
+            cache: Cache::new(&toolchain.cache),
+            toolchain: toolchain.clone(),
+            options,
+            slice,
+            device,
+            memory: Arc::default(),
+            hosts: Mutex::new(hosts),
+            recorders: Mutex::new(recorders.map_err(fault)?),
+        }))
+    }
+
+    pub(super) fn fork_recorder(&self) -> Result<Forked, process::Error> {
+        let scratch = scratch().map_err(|source| process::Error::Start { role: "recorder".into(), source })?;
+        let confinement = confinement::recorder(&self.toolchain, scratch.path());
+        confinement.own(scratch.path()).map_err(|source| process::Error::Start { role: "recorder".into(), source })?;
+        let mut zygote = self.recorders.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut forked = zygote.fork("recorder", &confinement, 1, &json!({}))?;
+        forked.scratch = Some(scratch);
+        Ok(forked)
+    }
+
+    fn fork_host(&self, role: &str) -> Result<Forked, process::Error> {
+        let scratch = scratch().map_err(|source| process::Error::Start { role: role.into(), source })?;
+        let confinement = confinement::host(&self.toolchain, self.options.device, scratch.path());
+        confinement.own(scratch.path()).map_err(|source| process::Error::Start { role: role.into(), source })?;
+        let mut zygote = self.hosts.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut forked =
+            zygote.fork(&format!("reference {role}"), &confinement, self.toolchain.threads, &json!({"role": role}))?;
+        forked.scratch = Some(scratch);
+        Ok(forked)
+    }
+
+    /// Imports what `torch.compile` needs into the host zygote, once (about 10 s).
+    pub fn warm(&self) {
+        let mut zygote = self.hosts.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Err(error) = zygote.ask(&json!({"op": "warm"}), MINUTES) {
+            tracing::warn!(%error, "the host zygote could not be warmed");
+        }
+    }
+
+    /// Opens a task in a reference host of its own.
+    ///
+    /// # Errors
+    /// `Request` when the task is refused, with its file and line.
+    pub fn open(self: &Arc<Self>, task: &TaskSource) -> Result<Session, Error> {
+        let mut host = self.fork_host("host").map_err(|e| Error::Fault(e.to_string()))?;
+        let fail = |e| task_error(task, e);
+        let mut slots = 1;
+        let mut reserved = None;
+        if self.options.device == Device::Cuda {
+            let mut body = self.open_request(task, 1);
+            body["op"] = json!("estimate");
+            let estimate = host.ask(&body, &[], MINUTES).map_err(fail)?.body;
+            let number = |key: &str| estimate[key].as_u64().unwrap_or(0);
+            let set = number("input_bytes") + number("output_bytes");
+            slots = usize::try_from((16u64 << 30) / set.max(1)).unwrap_or(1).clamp(1, 10);
+            let need = number("parameter_bytes") * 4 + number("peak_bytes") * 3 + set * slots as u64 + (1 << 30);
+            let most = self.device.memory_bytes.saturating_sub(4 << 30);
+            if number("parameter_bytes") + number("peak_bytes") > most {
+                return Err(Error::request(
+                    "memory",
+                    format!(
+                        "{} needs about {} GiB, the card has {}",
+                        task.name,
+                        number("peak_bytes") >> 30,
+                        most >> 30
+                    ),
+                ));
+            }
+            reserved = Some(self.memory.reserve(need.min(most), most));
+        }
+        let _shared = self.slice.share();
+        let described = host.ask(&self.open_request(task, slots), &[], MINUTES).map_err(fail)?.body;
+        let inputs = described["inputs"].as_array().cloned().unwrap_or_default();
+        let state: Vec<WireTensor> = serde_json::from_value(described["state"].clone())
+            .map_err(|e| Error::Fault(format!("the reference host described its state badly: {e}")))?;
+        let task_digest = digest([
+            task.source.as_bytes(),
+            self.device.class.as_bytes(),
+            format!("{:?}", self.options.precision).as_bytes(),
+            serde_json::to_vec(&self.toolchain.versions).unwrap_or_default().as_slice(),
+            PROCEDURE.as_bytes(),
+            self.toolchain.threads.to_string().as_bytes(),
+        ]);
+        Ok(Session {
+            host,
+            current_set: usize::MAX,
+            parameter_fds: BTreeMap::new(),
+            input_fds: Vec::new(),
+            slots: 1,
+            helper: None,
+            reserved,
+            baseline: self.cache.get("baseline", &task_digest),
+            fixed: Arc::new(Fixed {
+                judge: Arc::clone(self),
+                task: task.clone(),
+                described,
+                inputs,
+                state,
+                sets: OnceLock::new(),
+                digest: task_digest,
+            }),
+            eager_us: 0.0,
+        })
+    }
+
+    fn open_request(&self, task: &TaskSource, slots: usize) -> Value {
+        let precision = match self.options.precision {
+            Precision::Reference => "reference",
+            Precision::Tf32 => "tf32",
+            Precision::Half => "half",
+        };
+        json!({
+            "op": "open", "source": task.source, "path": task.path.display().to_string(),
+            "device": self.options.device, "precision": precision, "threads": self.toolchain.threads, "slots": slots,
+        })
+    }
+}
+
+fn scratch() -> std::io::Result<tempfile::TempDir> {
+    tempfile::Builder::new().prefix("kernelfleet-").tempdir()
+}
+
+/// A seed from the system's generator. Bits of it reach PyTorch's generators one draw at a time; no two
+/// seeds of an evaluation are related.
+pub(super) fn secret_seed() -> Result<u64, Error> {
+    let mut bytes = [0u8; 8];
+    getrandom::fill(&mut bytes).map_err(|e| Error::Fault(format!("the system has no random numbers: {e}")))?;
+    Ok(u64::from_le_bytes(bytes) >> 1)
+}
+
+impl Session {
+    /// Operators of the task with their shapes.
+    ///
+    /// # Errors
+    /// `Request` when the task can't be traced.
+    pub fn trace(&mut self) -> Result<Graph, Error> {
+        let reply =
+            self.host.ask(&json!({"op": "trace"}), &[], MINUTES).map_err(|e| task_error(&self.fixed.task, e))?;
+        serde_json::from_value(reply.body["graph"].clone())
+            .or_else(|_| serde_json::from_value(reply.body))
+            .map_err(|e| Error::Fault(format!("the operator graph of {} can't be read: {e}", self.fixed.task.name)))
+    }
+
+    /// Memory of the task without data, and its operators.
+    ///
+    /// # Errors
+    /// `Request` when the task can't be run on shapes alone.
+    pub fn estimate(&mut self) -> Result<Value, Error> {
+        let mut body = self.fixed.judge.open_request(&self.fixed.task, 1);
+        body["op"] = json!("estimate");
+        Ok(self.host.ask(&body, &[], MINUTES).map_err(|e| task_error(&self.fixed.task, e))?.body)
+    }
+
+    /// Every refusal of the contract for this task.
+    ///
+    /// # Errors
+    /// `Request` when the task can't be run.
+    pub fn check(&mut self) -> Result<Value, Error> {
+        let judge = Arc::clone(&self.fixed.judge);
+        let _held = judge.slice.hold();
+        let body = json!({"op": "check", "inputs": self.fixed.judge.options.inputs});
+        Ok(self.host.ask(&body, &[], MINUTES).map_err(|e| task_error(&self.fixed.task, e))?.body)
+    }
+
+    /// Shapes and types of the inputs and outputs, as the host described them.
+    #[must_use]
+    pub fn description(&self) -> &Value {
+        &self.fixed.described
+    }
+
+    /// Judges one candidate.
+    ///
+    /// # Errors
+    /// `Request` when the task is at fault, `Fault` when the judge is; a candidate's fault is a verdict.
+    pub fn judge(&mut self, candidate: &Candidate, effort: Effort) -> Result<Verdict, Error> {
+        evaluate::evaluate(self, candidate, effort)
+    }
+
+    /// Judges candidates of one task, in order, telling each verdict as it comes. On a card the next candidate is
+    /// recorded and built while the one before it runs; inputs' buffers and baselines are shared.
+    ///
+    /// # Errors
+    /// As `judge`; verdicts told before stay told.
+    pub fn judge_batch(
+        &mut self,
+        candidates: &[Candidate],
+        effort: Effort,
+        mut told: impl FnMut(usize, Verdict),
+    ) -> Result<(), Error> {
+        if self.fixed.judge.options.device == Device::Cpu || candidates.len() < 2 {
+            for (index, candidate) in candidates.iter().enumerate() {
+                told(index, self.judge(candidate, effort)?);
+            }
+            return Ok(());
+        }
+        self.prepare()?;
+        let fixed = Arc::clone(&self.fixed);
+        let (sender, receiver) = std::sync::mpsc::sync_channel(4);
+        std::thread::scope(|scope| {
+            scope.spawn(move || {
+                for candidate in candidates {
+                    if sender.send(evaluate::ready(&fixed, candidate)).is_err() {
+                        break;
+                    }
+                }
+            });
+            for (index, ready) in receiver.into_iter().enumerate() {
+                told(index, evaluate::finish(self, ready, effort)?);
+            }
+            Ok(())
+        })
+    }
+
+    /// Draws the parameter sets, shares parameter and input buffers: once a session.
+    pub(super) fn prepare(&mut self) -> Result<(), Error> {
+        if self.fixed.sets.get().is_some() {
+            return Ok(());
+        }
+        let fixed = Arc::clone(&self.fixed);
+        let (task, judge) = (&fixed.task, &fixed.judge);
+        let _shared = judge.slice.share();
+        let fail = |e| task_error(task, e);
+        let mut sets = Vec::new();
+        for _ in 0..2 {
+            let seed = secret_seed()?;
+            let mut frame = self.host.ask(&json!({"op": "state", "seed": seed}), &[], MINUTES).map_err(fail)?;
+            let fd = if frame.fds.is_empty() { None } else { Some(frame.fds.remove(0)) };
+            sets.push(ParameterSet { seed, tensors: frame.body["tensors"].clone(), fd });
+        }
+        let _ = self.fixed.sets.set(sets);
+        self.select(0)?;
+        let frame = self.host.ask(&json!({"op": "inputs"}), &[], MINUTES).map_err(fail)?;
+        let tensors: Vec<Value> = frame.body["tensors"].as_array().cloned().unwrap_or_default();
+        let mut fds: Vec<Option<OwnedFd>> = frame.fds.into_iter().map(Some).collect();
+        self.slots = usize::try_from(frame.body["slots"].as_u64().unwrap_or(1)).unwrap_or(1).max(1);
+        let mut at = tensors.iter();
+        self.input_fds = (0..self.slots)
+            .map(|_| {
+                self.fixed
+                    .inputs
+                    .iter()
+                    .map(|input| {
+                        if input["kind"] == "value" {
+                            return None;
+                        }
+                        let tensor = at.next()?;
+                        let index = usize::try_from(tensor["fd"].as_u64()?).ok()?;
+                        Some((fds.get_mut(index)?.take()?, tensor["bytes"].as_u64()?))
+                    })
+                    .collect()
+            })
+            .collect();
+        let missing =
+            self.fixed.inputs.iter().zip(&self.input_fds[0]).any(|(i, fd)| i["kind"] != "value" && fd.is_none());
+        if missing {
+            return Err(Error::Fault("the reference host did not share all its inputs".into()));
+        }
+        Ok(())
+    }
+
+    /// Makes parameter set `index` the current one in the reference host.
+    pub(super) fn select(&mut self, index: usize) -> Result<(), Error> {
+        if self.current_set == index {
+            return Ok(());
+        }
+        let seed =
+            self.fixed.sets().get(index).map(|s| s.seed).ok_or_else(|| Error::Fault("no such parameter set".into()))?;
+        let frame = self
+            .host
+            .ask(&json!({"op": "parameters", "seed": seed}), &[], MINUTES)
+            .map_err(|e| task_error(&self.fixed.task, e))?;
+        if self.parameter_fds.is_empty() {
+            let mut fds: Vec<Option<OwnedFd>> = frame.fds.into_iter().map(Some).collect();
+            for tensor in frame.body["tensors"].as_array().into_iter().flatten() {
+                let slot = tensor["fd"].as_u64().and_then(|i| fds.get_mut(usize::try_from(i).ok()?)?.take());
+                if let (Some(name), Some(fd), Some(bytes)) = (tensor["name"].as_str(), slot, tensor["bytes"].as_u64()) {
+                    self.parameter_fds.insert(name.to_owned(), (fd, bytes));
+                }
+            }
+        }
+        self.current_set = index;
+        Ok(())
+    }
+
+    /// The helper that runs library calls on the CPU, forked when first needed.
+    pub(super) fn helper(&mut self) -> Result<&mut Forked, Error> {
+        if self.helper.is_none() {
+            self.helper = Some(self.fixed.judge.fork_host("helper").map_err(|e| Error::Fault(e.to_string()))?);
+        }
+        self.helper.as_mut().ok_or_else(|| Error::Fault("no library helper".into()))
+    }
+}
