@@ -16,7 +16,8 @@ import torch  # noqa: E402
 
 from kernelfleet_recorder.record import record  # noqa: E402
 from kernelfleet_recorder.warm import warm  # noqa: E402
-from kernelfleet_zygote import Channel, Message, Start, serve, serve_ops  # noqa: E402
+from kernelfleet_zygote import Channel, Start, serve, serve_ops  # noqa: E402
+from kernelfleet_zygote.wire import Message  # noqa: E402
 
 
 def child_main(channel: Channel, start: Start) -> None:
