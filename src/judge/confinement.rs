@@ -48,7 +48,8 @@ pub(super) fn recorder(toolchain: &Toolchain, scratch: &Path) -> Confinement {
         seccomp: Some(seccomp::recorder()),
         limits: Limits {
             data: Some(16 * GIB),
-            fsize: 16 << 20,
+            // Derived constants leave in a memfd, which this limit counts as a file.
+            fsize: 16 * GIB,
             nproc: None,
             nofile: 64,
             cpu: Some(120),
@@ -123,7 +124,8 @@ pub(super) fn runner(toolchain: &Toolchain, device: Device) -> Confinement {
             seccomp::runner_cpu(),
             Limits {
                 data: Some(4 * GIB),
-                fsize: 16 << 20,
+                // Workspaces and outputs are memfds, which this limit counts as files.
+                fsize: 16 * GIB,
                 nproc: None,
                 nofile: 1024,
                 cpu: Some(600),
