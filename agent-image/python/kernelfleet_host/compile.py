@@ -1,0 +1,88 @@
+"""The `torch.compile` baseline.
+
+Knows the compiler's settings that a confined child needs. Must not know what the baseline is compared with.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import torch
+from kernelfleet_zygote import Refused
+
+from kernelfleet_host.reference import Reference
+from kernelfleet_host.timing import CpuTimer
+
+_KEY = 1
+
+
+def warm() -> dict[str, Any]:
+    """Imports what the first compile needs; for the zygote, before a fork. Nothing is run."""
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    start = time.monotonic()
+    import torch._dynamo  # noqa: F401
+    import torch._inductor.compile_fx  # noqa: F401
+
+    return {"seconds": time.monotonic() - start}
+
+
+class Compiled:
+    """A reference compiled in the default mode; compiles on the first call."""
+
+    def __init__(self, reference: Reference) -> None:
+        self.reference = reference
+        self._call: Any = None
+        self.seconds = 0.0
+
+    def _prepare(self, index: int) -> None:
+        reference = self.reference
+        cache = os.path.join(os.getcwd(), "compile")
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(cache, "inductor"))
+        os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(cache, "triton"))
+        os.environ.setdefault("USER", "kernelfleet")
+        start = time.monotonic()
+        try:
+            import torch._dynamo as dynamo
+            import torch._inductor.config as inductor
+
+            inductor.compile_threads = 1
+            dynamo.reset()
+            call = torch.compile(reference.ready())
+            with torch.no_grad():
+                call(*reference._fresh_inputs(reference.slot(index)))
+            reference._sync()
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+            raise Refused("compile_failed", f"torch.compile: {text}"[:4000]) from error
+        finally:
+            reference._restore_state()
+        self.seconds = time.monotonic() - start
+        self._call = call
+
+    def timed(self, indices: list[int]) -> dict[str, Any]:
+        """Times like `eager`'s."""
+        reference = self.reference
+        reference.ready()
+        if not indices:
+            return {"time_us": [], "compile_seconds": self.seconds}
+        for index in indices:
+            if not reference.slot(index).drawn:
+                raise Refused("malformed", f"nothing was drawn into slot {index}")
+        if self._call is None:
+            self._prepare(indices[0])
+        model = reference._model()
+        times = []
+        graph = False
+        for index in indices:
+            slot = reference.slot(index)
+            if isinstance(reference.timer(), CpuTimer):
+                times.append(reference._run_cpu(slot, self._call, _KEY))
+            else:
+                took, graph = reference._run_cuda(slot, self._call, "compile")
+                times.append(took)
+        del model
+        return {"time_us": times, "compile_seconds": self.seconds, "graph": graph}

@@ -1,0 +1,269 @@
+"""The ops of a reference host, from messages to `Reference` and back.
+
+Knows the table "Reference host" of `docs/interfaces.md`. Must not know how anything is done.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from typing import Any
+
+import torch
+from kernelfleet_zygote import Channel, Refused, Start, serve_ops
+from kernelfleet_zygote.wire import close_all
+
+from kernelfleet_host import buffers
+from kernelfleet_host.check import check
+from kernelfleet_host.compile import Compiled
+from kernelfleet_host.reference import Reference
+from kernelfleet_host.timing import copy_rate
+
+Message = dict[str, Any]
+Reply = Message | tuple[Message, list[int]]
+MAX_FDS = 240
+
+
+class Session:
+    """One task after another on one channel; `open` replaces what was open."""
+
+    def __init__(self, start: Start) -> None:
+        self.start = start
+        self._reference: Reference | None = None
+        self._compiled: Compiled | None = None
+        self._floor: Message | None = None
+
+    def handlers(self) -> dict[str, Any]:
+        """Handlers by op."""
+        ops = {
+            "open": self.open,
+            "estimate": self.estimate,
+            "trace": self.trace,
+            "state": self.state,
+            "parameters": self.parameters,
+            "inputs": self.inputs,
+            "draw": self.draw,
+            "eager": self.eager,
+            "compare": self.compare,
+            "poison": self.poison,
+            "compile": self.compile,
+            "floor": self.floor,
+            "check": self.check,
+        }
+
+        def plain(function: Any) -> Any:
+            def handle(request: Message, fds: list[int]) -> Reply:
+                close_all(fds)
+                result: Reply = guarded(lambda: function(request))
+                return result
+
+            return handle
+
+        return {
+            "hello": self.start.hello,
+            "bind": lambda request, fds: guarded(lambda: self.bind(request, fds)),
+            "hash": lambda request, fds: guarded(lambda: self.hash(request, fds)),
+            **{name: plain(function) for name, function in ops.items()},
+        }
+
+    @property
+    def reference(self) -> Reference:
+        """What is open."""
+        if self._reference is None:
+            raise Refused("malformed", "no task is open")
+        return self._reference
+
+    def _opened(self, request: Message) -> Reference:
+        return Reference(
+            text(request, "source"),
+            str(request.get("path") or "task.py"),
+            str(request.get("device", "cpu")),
+            str(request.get("precision", "reference")),
+            int(request.get("threads") or self.start.threads),
+            int(request.get("slots") or 1),
+        )
+
+    def open(self, request: Message) -> Reply:
+        """`open`."""
+        if self._reference is not None:
+            self._reference.close()
+        self._reference = None
+        self._compiled = None
+        reference = self._reference = self._opened(request)
+        return {
+            "inputs": reference.inputs.wire(),
+            "init": reference.init,
+            "state": [{"name": name, **meta.wire()} for name, meta in reference.state_metas.items()],
+            "outputs": {"structure": reference.structure, "tensors": [m.wire() for m in reference.output_metas]},
+        }
+
+    def estimate(self, request: Message) -> Reply:
+        """`estimate`: of the request's task, or of the open one where it has no source."""
+        return (self._opened(request) if "source" in request else self.reference).estimate()
+
+    def trace(self, _request: Message) -> Reply:
+        """`trace`."""
+        return dict(self.reference.require_trace().graph)
+
+    def state(self, request: Message) -> Reply:
+        """`state`."""
+        shared, records = self.reference.state_buffer(integer(request, "seed"))
+        return {"tensors": records, "bytes": shared.size, "fd": 0}, [shared.export()]
+
+    def parameters(self, request: Message) -> Reply:
+        """`parameters`: tensors and descriptors with the first call, and whenever `first` asks for those from there."""
+        reference = self.reference
+        new = reference.use(integer(request, "seed"))
+        if not new and "first" not in request:
+            return {}
+        first = int(request.get("first") or 0)
+        exports = reference.state_exports()
+        records: list[Message] = []
+        fds: list[int] = []
+        for i, ((name, meta), shared) in enumerate(zip(reference.state_metas.items(), exports, strict=True)):
+            record: Message = {"name": name, **meta.wire(), "offset": 0, "size": shared.size}
+            if first <= i < first + MAX_FDS:
+                record["fd"] = len(fds)
+                fds.append(shared.export())
+            records.append(record)
+        return {"tensors": records}, fds
+
+    def inputs(self, _request: Message) -> Reply:
+        """`inputs`."""
+        reference = self.reference
+        slots = reference.slots()
+        fds: list[int] = []
+        listed: list[list[Message | None]] = []
+        for slot in slots:
+            row: list[Message | None] = []
+            for shared, meta in zip(slot.shared, reference.inputs.metas, strict=True):
+                if shared is None or meta is None:
+                    row.append(None)
+                    continue
+                row.append({**meta.wire(), "offset": 0, "fd": len(fds), "size": shared.size})
+                fds.append(shared.export())
+            listed.append(row)
+        if len(fds) > 250:
+            close_all(fds)
+            raise Refused("slots", f"{len(fds)} input buffers are more than a frame carries; ask for fewer slots")
+        return {"tensors": listed}, fds
+
+    def draw(self, request: Message) -> Reply:
+        """`draw`. Whether an untransformed set is finite is told by `check`; here it counts as finite."""
+        reference = self.reference
+        slot = reference.slot(request.get("slot", 0))
+        transform = request.get("transform") or {"kind": "none"}
+        kind = str(transform.get("kind", "none"))
+        applicable = reference.draw(slot, integer(request, "seed"), kind, float(transform.get("factor") or 1.0))
+        finite = reference.all_finite(slot) if applicable and kind != "none" else True
+        return {"finite": finite, "applicable": applicable}
+
+    def eager(self, request: Message) -> Reply:
+        """`eager`."""
+        return self.reference.timed(listed(request, "slots"))
+
+    def bind(self, request: Message, fds: list[int]) -> Reply:
+        """`bind`."""
+        try:
+            self.reference.bind(list(request.get("outputs") or []), request.get("structure"), fds)
+        finally:
+            close_all(fds)
+        return {}
+
+    def compare(self, request: Message) -> Reply:
+        """`compare`."""
+        reference = self.reference
+        return reference.compare_bound(
+            reference.slot(request.get("slot", 0)), str(request.get("tolerance", "contract"))
+        )
+
+    def poison(self, request: Message) -> Reply:
+        """`poison`."""
+        self.reference.poison(integer(request, "seed"))
+        return {}
+
+    def compile(self, request: Message) -> Reply:
+        """`compile`."""
+        if self._compiled is None:
+            self._compiled = Compiled(self.reference)
+        return self._compiled.timed(listed(request, "slots"))
+
+    def floor(self, _request: Message) -> Reply:
+        """`floor`: `copy_gbps` counts bytes read and written."""
+        if self._floor is None:
+            reference = self.reference
+            size = reference.timer().cache_bytes
+            self._floor = {"copy_gbps": copy_rate(reference.device, size), "l2_bytes": size}
+        return self._floor
+
+    def check(self, request: Message) -> Reply:
+        """`check`."""
+        seconds = float(request.get("seconds") or 300.0)
+        return check(self.reference, max(2, int(request.get("inputs") or 5)), seconds)
+
+    def hash(self, request: Message, fds: list[int]) -> Reply:
+        """`hash`."""
+        device = self.reference.device if self._reference is not None else "cpu"
+        result = []
+        try:
+            sizes = [int(f["bytes"] if isinstance(f, dict) else f) for f in request.get("fds") or []]
+            if len(sizes) != len(fds):
+                raise Refused("malformed", f"{len(sizes)} sizes for {len(fds)} descriptors")
+            for fd, size in zip(fds, sizes, strict=True):
+                foreign = buffers.adopt(os.dup(fd), size, device)
+                try:
+                    digest = hashlib.sha256()
+                    for start in range(0, size, 64 << 20):
+                        part = foreign.read(start, min(64 << 20, size - start)).cpu()
+                        digest.update(memoryview(part.numpy()))  # type: ignore[arg-type]
+                    result.append(digest.hexdigest())
+                finally:
+                    foreign.close()
+        finally:
+            close_all(fds)
+        return {"sha256": result}
+
+
+def guarded(function: Any) -> Any:
+    """Out-of-memory errors of torch get their code."""
+    try:
+        return function()
+    except torch.OutOfMemoryError as error:
+        raise Refused("memory", f"out of memory on the device: {error}"[:2000]) from error
+    except RuntimeError as error:
+        message = str(error)
+        if "can't allocate memory" in message or "not enough memory" in message:
+            raise Refused("memory", message[:2000]) from error
+        if "CUDA error" in message:
+            raise Refused("cuda", message[:2000]) from error
+        raise
+
+
+def integer(request: Message, name: str) -> int:
+    """A required integer."""
+    value = request.get(name)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise Refused("malformed", f"{name} is an integer, not {value!r}")
+    return value & (2**63 - 1)
+
+
+def text(request: Message, name: str) -> str:
+    """A required text."""
+    value = request.get(name)
+    if not isinstance(value, str):
+        raise Refused("malformed", f"{name} is a text")
+    return value
+
+
+def listed(request: Message, name: str) -> list[int]:
+    """A list of slot numbers."""
+    value = request.get(name)
+    if not isinstance(value, list):
+        raise Refused("malformed", f"{name} is a list of slots")
+    return value
+
+
+def serve_session(channel: Channel, start: Start) -> None:
+    """Runs a reference host until its channel closes."""
+    torch.set_num_threads(start.threads)
+    serve_ops(channel, Session(start).handlers())

@@ -1,0 +1,430 @@
+"""The reference host through its own zygote: real processes, real PyTorch, small tasks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+PYTHON = Path(__file__).resolve().parents[2] / "agent-image" / "python"
+sys.path.insert(0, str(PYTHON))
+
+from kernelfleet_zygote import Channel  # noqa: E402
+
+from kernelfleet_host.tensors import DTYPES, Meta, contiguous_strides  # noqa: E402
+
+CONFINE = {
+    "uid": None,
+    "gid": None,
+    "seccomp": None,
+    "read": ["/"],
+    "write": ["/tmp", "/dev"],
+    "limits": {"as": None, "data": None, "fsize": 1 << 40, "nproc": None, "nofile": 1024, "cpu": None, "core": 0},
+}
+
+
+class Host:
+    """A reference host or helper with blocking calls."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+
+    def raw(self, op: str, descriptors: list[int] | None = None, /, **body: Any) -> tuple[dict[str, Any], list[int]]:
+        return self.channel.call({"op": op, **body}, descriptors or [])
+
+    def __call__(self, op: str, descriptors: list[int] | None = None, /, **body: Any) -> dict[str, Any]:
+        reply, got = self.raw(op, descriptors, **body)
+        for fd in got:
+            os.close(fd)
+        assert reply["ok"], reply
+        return reply
+
+    def refused(self, op: str, descriptors: list[int] | None = None, /, **body: Any) -> dict[str, Any]:
+        reply, _ = self.raw(op, descriptors, **body)
+        assert not reply["ok"], reply
+        return reply
+
+
+class Zygote:
+    def __init__(self) -> None:
+        self.channel, theirs = Channel.pair()
+        fd = theirs.fileno()
+        env = {**os.environ, "PYTHONPATH": str(PYTHON)}
+
+        def to_three() -> None:
+            os.dup2(fd, 3)
+
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "kernelfleet_host"], pass_fds=[3, fd], preexec_fn=to_three, env=env, close_fds=True
+        )
+        theirs.close()
+
+    def fork(self, cwd: Path, role: str = "host", **env: str) -> Host:
+        ours, theirs = Channel.pair()
+        request = {
+            "op": "fork",
+            "role": role,
+            "confine": {**CONFINE, "write": ["/tmp", "/dev", str(cwd)]},
+            "cwd": str(cwd),
+            "env": {"TMPDIR": str(cwd), "USER": "nobody", **env},
+            "threads": 1,
+        }
+        reply, _ = self.channel.call(request, [theirs.fileno()])
+        theirs.close()
+        assert reply["ok"], reply
+        host = Host(ours)
+        host("hello")
+        return host
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Zygote]:
+    zygote = Zygote()
+    yield zygote
+    zygote.channel.close()
+    zygote.process.wait(20)
+
+
+@pytest.fixture
+def host(zygote: Zygote, tmp_path: Path) -> Iterator[Host]:
+    host = zygote.fork(tmp_path)
+    yield host
+    host.channel.close()
+
+
+def task(forward: str, inputs: str, init: str = "pass", arguments: str = "[]", head: str = "") -> str:
+    return f"""
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+{head}
+class Model(nn.Module):
+    def __init__(self, *args):
+        super().__init__()
+        {init}
+    def forward(self, *xs):
+        {forward}
+def get_inputs():
+    return [{inputs}]
+def get_init_inputs():
+    return {arguments}
+"""
+
+
+LINEAR = task("return torch.relu(self.fc(xs[0]))", "torch.rand(64, 96) - 0.5", "self.fc = nn.Linear(96, 48)")
+NORM = task("return self.norm(xs[0])", "torch.rand(8, 6, 10, 10)", "self.norm = nn.BatchNorm2d(6)")
+
+
+def tensors_of(reply: dict[str, Any], fds: list[int]) -> list[torch.Tensor]:
+    flat = [t for t in reply["tensors"] if not isinstance(t, list)] or [t for row in reply["tensors"] for t in row if t]
+    result = []
+    for record in flat:
+        data = bytearray(os.pread(fds[record["fd"] if "fd" in record else 0], record["bytes"], record["offset"]))
+        raw = torch.frombuffer(data, dtype=DTYPES[record["dtype"]])
+        result.append(raw.as_strided(record["shape"], record["strides"]).clone())
+    return result
+
+
+class Outputs:
+    """The candidate's buffers."""
+
+    def __init__(self, host: Host, opened: dict[str, Any]) -> None:
+        self.metas = []
+        self.fds = []
+        records = []
+        for i, t in enumerate(opened["outputs"]["tensors"]):
+            meta = Meta(DTYPES[t["dtype"]], tuple(t["shape"]), contiguous_strides(t["shape"]))
+            fd = os.memfd_create("out", 0)
+            os.ftruncate(fd, max(4096, meta.span))
+            self.metas.append(meta)
+            self.fds.append(fd)
+            records.append({**meta.wire(), "fd": i, "offset": 0, "bytes": max(4096, meta.span)})
+        host("bind", self.fds, outputs=records, structure=opened["outputs"]["structure"])
+
+    def put(self, *tensors: torch.Tensor) -> None:
+        for fd, meta, tensor in zip(self.fds, self.metas, tensors, strict=True):
+            assert tensor.dtype == meta.dtype and tuple(tensor.shape) == meta.shape
+            raw = (
+                tensor.contiguous().reshape(-1).view(torch.uint8)
+                if tensor.dim()
+                else tensor.reshape(1).view(torch.uint8)
+            )
+            os.pwrite(fd, raw.numpy().tobytes(), 0)
+
+
+class Judged:
+    """A host with an opened task, parameters, one drawn slot and bound outputs."""
+
+    def __init__(self, host: Host, source: str, precision: str = "reference") -> None:
+        self.host = host
+        self.opened = host("open", source=source, path="task.py", device="cpu", precision=precision, threads=1, slots=1)
+        self.outputs = Outputs(host, self.opened)
+        reply, fds = host.raw("parameters", seed=7)
+        assert reply["ok"], reply
+        self.state_records = reply.get("tensors", [])
+        self.state_fds = fds
+        self.state = (
+            dict(zip([t["name"] for t in self.state_records], tensors_of(reply, fds), strict=True)) if fds else {}
+        )
+        reply, self.input_fds = host.raw("inputs")
+        assert reply["ok"], reply
+        self.input_reply = reply
+
+    def draw(self, seed: int, kind: str = "none", factor: float = 1.0) -> list[torch.Tensor]:
+        self.drawn = self.host("draw", slot=0, seed=seed, transform={"kind": kind, "factor": factor})
+        return tensors_of(self.input_reply, self.input_fds)
+
+    def says(self, *tensors: torch.Tensor, tolerance: str = "contract") -> dict[str, Any]:
+        self.outputs.put(*tensors)
+        return self.host("compare", slot=0, tolerance=tolerance)
+
+
+def test_a_task_is_opened_with_its_shapes_state_and_constructor_arguments(host: Host) -> None:
+    opened = host("open", source=LINEAR, path="linear.py", device="cpu", precision="reference", threads=1, slots=1)
+    assert opened["inputs"] == [
+        {"kind": "tensor", "dtype": "float32", "shape": [64, 96], "strides": [96, 1], "bytes": 64 * 96 * 4}
+    ]
+    assert [t["name"] for t in opened["state"]] == ["fc.weight", "fc.bias"]
+    assert opened["outputs"]["structure"] == "tensor"
+    assert opened["outputs"]["tensors"][0]["shape"] == [64, 48]
+    assert opened["init"] == "[]"
+
+
+def test_the_reference_itself_computed_elsewhere_passes_and_a_small_error_does_not(host: Host) -> None:
+    judged = Judged(host, LINEAR)
+    (x,) = judged.draw(1)
+    eager = host("eager", slots=[0])
+    assert len(eager["time_us"]) == 1 and eager["time_us"][0] > 0
+    w, b = judged.state["fc.weight"], judged.state["fc.bias"]
+    right = torch.relu(x @ w.T + b)
+    said = judged.says(right)
+    assert said["match"], said
+    # another order of summation
+    halves = torch.relu(x[:, :48] @ w[:, :48].T + x[:, 48:] @ w[:, 48:].T + b)
+    assert judged.says(halves)["match"]
+    for wrong in (
+        torch.zeros_like(right),
+        right * 1.0001,
+        torch.relu((x.half().float() @ w.T) + b),
+        torch.where(torch.arange(64)[:, None] == 63, 0.0, right),
+        torch.relu(x @ w.T),
+    ):
+        assert not judged.says(wrong)["match"]
+    one = right.clone()
+    one[5, 7] = float("nan")
+    said = judged.says(one)
+    assert not said["match"] and said["detail"]["rule"] == "nan" and said["detail"]["index"] == [5, 7]
+    # under the published tolerance half precision inputs pass
+    assert judged.says(right * 1.00001, tolerance="kernelbench")["match"]
+
+
+def test_state_is_the_same_for_the_same_seed_and_affine_parameters_are_away_from_defaults(host: Host) -> None:
+    host("open", source=NORM, path="norm.py", device="cpu", precision="reference", threads=1, slots=1)
+    sets = []
+    for seed in (3, 4, 3):
+        reply, fds = host.raw("state", seed=seed)
+        assert reply["ok"]
+        names = [t["name"] for t in reply["tensors"]]
+        records = [{**t, "fd": 0} for t in reply["tensors"]]
+        sets.append(dict(zip(names, tensors_of({"tensors": records}, fds), strict=True)))
+    assert all(torch.equal(sets[0][n], sets[2][n]) for n in sets[0])
+    assert not torch.equal(sets[0]["norm.weight"], sets[1]["norm.weight"])
+    weight, bias = sets[0]["norm.weight"], sets[0]["norm.bias"]
+    assert (weight != 1).all() and weight.min() > 0 and (bias != 0).all()
+    assert (sets[0]["norm.running_mean"] != 0).all() and (sets[0]["norm.running_var"] > 0).all()
+    assert sets[0]["norm.num_batches_tracked"] == 0
+
+
+def test_batch_norm_with_moved_statistics_matches_only_with_them(host: Host) -> None:
+    judged = Judged(host, NORM)
+    (x,) = judged.draw(1)
+    s = judged.state
+    args = (s["norm.running_mean"], s["norm.running_var"], s["norm.weight"], s["norm.bias"])
+    assert judged.says(torch.nn.functional.batch_norm(x, *args))["match"]
+    assert not judged.says(x)["match"]
+
+
+def test_written_inputs_and_state_are_compared_with_what_the_reference_leaves(host: Host) -> None:
+    source = task(
+        "xs[0].mul_(2); self.count.add_(1); return xs[0] + self.count",
+        "torch.rand(16, 8)",
+        "self.register_buffer('count', torch.zeros(8))",
+    )
+    judged = Judged(host, source)
+    (x,) = judged.draw(1)
+    host("eager", slots=[0])
+    want = x * 2 + 1 + judged.state["count"]
+    said = judged.says(want)
+    assert not said["match"] and said["detail"]["rule"] == "input"
+    os.pwrite(judged.input_fds[0], (x * 2).numpy().tobytes(), 0)
+    said = judged.says(want)
+    assert not said["match"] and said["detail"]["rule"] == "state"
+    os.pwrite(judged.input_fds[0], (x * 2).numpy().tobytes(), 0)
+    os.pwrite(judged.state_fds[0], (judged.state["count"] + 1).numpy().tobytes(), 0)
+    assert judged.says(want)["match"]
+    # a second set starts from the same state
+    (x,) = judged.draw(2)
+    os.pwrite(judged.input_fds[0], (x * 2).numpy().tobytes(), 0)
+    os.pwrite(judged.state_fds[0], (judged.state["count"] + 1).numpy().tobytes(), 0)
+    assert judged.says(x * 2 + 1 + judged.state["count"])["match"]
+
+
+def test_an_input_or_parameter_that_the_candidate_wrote_is_a_mismatch(host: Host) -> None:
+    judged = Judged(host, LINEAR)
+    (x,) = judged.draw(1)
+    right = torch.relu(x @ judged.state["fc.weight"].T + judged.state["fc.bias"])
+    assert judged.says(right)["match"]
+    os.pwrite(judged.input_fds[0], b"\x01", 100)
+    said = judged.says(right)
+    assert not said["match"] and said["detail"]["rule"] == "input"
+    judged.draw(1)
+    assert judged.says(right)["match"]
+    os.pwrite(judged.state_fds[1], b"\x01", 2)
+    assert judged.says(right)["detail"]["rule"] == "state"
+
+
+def test_an_index_among_equal_maxima_is_accepted_and_another_is_not(host: Host) -> None:
+    source = task("return torch.argmax(xs[0], dim=1)", "torch.randint(0, 3, (32, 20, 5)).float()")
+    judged = Judged(host, source)
+    (x,) = judged.draw(1)
+    last = 19 - torch.argmax(x.flip(1), dim=1)
+    said = judged.says(last)
+    assert said["match"], said
+    assert not torch.equal(last, torch.argmax(x, dim=1))
+    wrong = last.clone()
+    wrong[3, 2] = torch.argmin(x, dim=1)[3, 2]
+    assert not judged.says(wrong)["match"]
+    wrong[3, 2] = 99
+    assert not judged.says(wrong)["match"]
+
+
+def test_losses_are_compared_by_the_error_of_several_sets(host: Host) -> None:
+    source = task("return F.mse_loss(xs[0], xs[1])", "torch.rand(128, 300), torch.rand(128, 300)")
+    judged = Judged(host, source)
+    x, y = judged.draw(1)
+    exact = ((x.double() - y.double()) ** 2).mean()
+    assert judged.says(exact.float())["match"]
+    assert judged.says(((x - y) ** 2).sum(0).sum().div(128 * 300))["match"]
+    assert not judged.says((exact * 1.001).float())["match"]
+
+
+def test_scaled_sets_stay_out_of_probabilities_and_labels(host: Host) -> None:
+    judged = Judged(host, task("return xs[0] + xs[1]", "torch.softmax(torch.rand(4, 5), -1), torch.rand(4, 5)"))
+    a, b = judged.draw(1)
+    a2, b2 = judged.draw(1, "scale", 1000.0)
+    assert judged.drawn == {"ok": True, "finite": True, "applicable": True}
+    assert torch.equal(a, a2) and torch.allclose(b * 1000, b2)
+    judged = Judged(host, task("return xs[0] * 2", "torch.randint(0, 2, (4, 5)).float() * 2 - 1"))
+    judged.draw(1, "scale", 1000.0)
+    assert judged.drawn["applicable"] is False
+    judged = Judged(host, task("return torch.log(xs[0] + 1e-3)", "torch.rand(64)"))
+    judged.draw(1, "negate")
+    assert judged.drawn == {"ok": True, "finite": False, "applicable": True}
+
+
+def test_infinities_and_nan_of_the_reference_are_expected_of_the_candidate(host: Host) -> None:
+    judged = Judged(host, task("return torch.log(xs[0].round())", "torch.rand(40, 50)"))
+    (x,) = judged.draw(1)
+    right = torch.log(x.round())
+    assert torch.isinf(right).any()
+    assert judged.says(right)["match"]
+    assert not judged.says(right.nan_to_num())["match"]
+
+
+def test_what_is_no_task_is_refused_with_code_and_line(host: Host) -> None:
+    cases = {
+        "parse": "def f(:\n",
+        "no_model": "import torch\ndef get_inputs(): return []\n",
+        "no_get_inputs": "import torch\nclass Model(torch.nn.Module): pass\n",
+        "import": "import torch\nimport no_such_module_at_all\n",
+    }
+    for code, source in cases.items():
+        said = host.refused(
+            "open", source=source, path="bad.py", device="cpu", precision="reference", threads=1, slots=1
+        )
+        assert said["code"] == code, said
+    assert said["line"] == 2
+    source = task("return xs[0] @ xs[0]", "torch.rand(3, 4)")
+    said = host.refused("open", source=source, path="bad.py", device="cpu", precision="reference", threads=1, slots=1)
+    assert said["code"] == "exception" and said["line"] == 11, said
+
+
+def test_outputs_that_can_not_equal_the_references_are_refused_when_bound(host: Host) -> None:
+    opened = host("open", source=LINEAR, path="t.py", device="cpu", precision="reference", threads=1, slots=1)
+    fd = os.memfd_create("x", 0)
+    os.ftruncate(fd, 1 << 16)
+    good = {"fd": 0, "bytes": 1 << 16, "offset": 0, "dtype": "float32", "shape": [64, 48], "strides": [48, 1]}
+    for code, structure, change in (
+        ("shape", "tensor", {"shape": [48, 64]}),
+        ("dtype", "tensor", {"dtype": "float16"}),
+        ("structure", {"tuple": ["tensor"]}, {}),
+        ("bounds", "tensor", {"offset": (1 << 16) - 8}),
+        ("bounds", "tensor", {"bytes": 1 << 20}),
+    ):
+        assert host.refused("bind", [fd], outputs=[{**good, **change}], structure=structure)["code"] == code
+    host("bind", [fd], outputs=[good], structure=opened["outputs"]["structure"])
+
+
+def test_poison_is_noise_that_does_not_match(host: Host) -> None:
+    judged = Judged(host, LINEAR)
+    judged.draw(1)
+    host("eager", slots=[0])
+    host("poison", seed=5)
+    noise = os.pread(judged.outputs.fds[0], 64 * 48 * 4, 0)
+    assert noise != bytes(len(noise))
+    assert not host("compare", slot=0, tolerance="contract")["match"]
+    host("poison", seed=6)
+    assert os.pread(judged.outputs.fds[0], 64 * 48 * 4, 0) != noise
+
+
+def test_a_trace_names_operators_lines_modules_and_constants(host: Host) -> None:
+    source = task(
+        "y = self.fc(xs[0]); y.add_(1.0); return y * torch.tensor([2.0]) + float('inf')",
+        "torch.rand(4, 6), 3",
+        "self.fc = nn.Linear(6, 5)",
+    )
+    host("open", source=source, path="t.py", device="cpu", precision="reference", threads=1, slots=1)
+    graph = host("trace")
+    ops = [n["op"] for n in graph["nodes"]]
+    assert "aten.addmm.default" in ops and "aten.add_.Tensor" in ops
+    addmm = graph["nodes"][ops.index("aten.addmm.default")]
+    assert addmm["module"] == "fc" and addmm["line"] == 11
+    assert addmm["args"][0] == {"t": "p1"} and graph["parameters"][1]["name"] == "fc.bias"
+    lift = graph["nodes"][ops.index("aten.lift_fresh.default")]
+    assert lift["args"] == [{"const": [2.0]}]
+    assert graph["nodes"][-1]["args"][1] == {"inf": 1}
+    assert graph["inputs"][1] == {"id": "v1", "value": 3}
+    assert graph["outputs"] == graph["nodes"][-1]["ids"]
+
+
+def test_an_estimate_needs_no_memory(host: Host) -> None:
+    source = task("return torch.relu(xs[0]) + 1", "torch.rand(1 << 20, 1 << 14)")
+    said = host("estimate", source=source, path="t.py", device="cpu", precision="reference", threads=1, slots=1)
+    assert said["input_bytes"] == said["output_bytes"] == 1 << 36
+    assert said["peak_bytes"] == 3 << 36
+    assert said["operators"] == {"aten.add": 1, "aten.relu": 1} and said["operator_count"] == 2
+
+
+def test_half_precision_runs_in_half_and_bounds_the_error_by_it(host: Host) -> None:
+    judged = Judged(host, LINEAR, "half")
+    assert judged.opened["inputs"][0]["dtype"] == "float16"
+    (x,) = judged.draw(1)
+    w, b = judged.state["fc.weight"], judged.state["fc.bias"]
+    right = torch.relu(x.float() @ w.float().T + b.float())
+    assert judged.says(right.half())["match"]
+    assert not judged.says((right * 1.02).half())["match"]
+    assert not judged.says(right.to(torch.float8_e4m3fn).half())["match"]
+
+
+def test_buffers_are_hashed(host: Host) -> None:
+    import hashlib
+
+    fd = os.memfd_create("x", 0)
+    os.write(fd, b"kernelfleet")
+    assert host("hash", [fd], fds=[11])["sha256"] == [hashlib.sha256(b"kernelfleet").hexdigest()]
