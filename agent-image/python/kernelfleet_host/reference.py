@@ -20,7 +20,7 @@ from kernelfleet_host.compare import Finding, Measure, Statistic, Sums
 from kernelfleet_host.draw import Inputs
 from kernelfleet_host.exact import Exact, slices
 from kernelfleet_host.task import Task, told
-from kernelfleet_host.tensors import Meta, flatten, view
+from kernelfleet_host.tensors import DTYPES, NAMES, Meta, flatten, same_structure, view
 from kernelfleet_host.timing import Captured, CpuTimer, CudaTimer
 from kernelfleet_host.trace import Traced, meta_inputs, meta_model
 
@@ -47,11 +47,13 @@ class Slot:
 
 @dataclass
 class Bound:
-    """Where one output of the candidate lies."""
+    """Where one output of the candidate lies: in its own buffer, in an input or in a tensor of the state."""
 
-    foreign: Foreign
     meta: Meta
     offset: int
+    foreign: Foreign | None = None
+    input: int | None = None
+    state: str | None = None
 
 
 class Reference:
@@ -96,6 +98,7 @@ class Reference:
         self._sum_weights: torch.Tensor | None = None
         self.bound: list[Bound] = []
         self._foreign: list[Foreign] = []
+        self._workspaces: list[tuple[Foreign, int]] = []
         self._calls = 0
         self._wall = 0.0
         self.no_exact: str | None = None
@@ -630,10 +633,13 @@ class Reference:
 
     # ---- comparison ----
 
-    def bind(self, outputs: list[dict[str, Any]], structure: Any, fds: list[int]) -> None:
-        """Takes the candidate's output buffers; checks that they can equal the reference's."""
-        from kernelfleet_host.tensors import DTYPES, same_structure
+    def bind(
+        self, outputs: list[dict[str, Any]], structure: Any, fds: list[int], workspaces: list[dict[str, Any]]
+    ) -> None:
+        """Takes the candidate's output buffers; checks that they can equal the reference's.
 
+        `workspaces` are poisoned with the outputs and never read.
+        """
         self.unbind()
         if not same_structure(structure, self.structure):
             raise Refused(
@@ -642,47 +648,68 @@ class Reference:
         if len(outputs) != len(self.output_metas):
             raise Refused("structure", f"{len(outputs)} outputs, the reference has {len(self.output_metas)}")
         used: dict[int, Foreign] = {}
+
+        def adopt(fd: Any, size: int) -> Foreign:
+            if not isinstance(fd, int) or not 0 <= fd < len(fds):
+                raise Refused("malformed", f"descriptor {fd!r} is named, {len(fds)} came")
+            if fd not in used:
+                used[fd] = buffers.adopt(os.dup(fds[fd]), size, self.device)
+                self._foreign.append(used[fd])
+            return used[fd]
+
         bound: list[Bound] = []
         for i, (record, want) in enumerate(zip(outputs, self.output_metas, strict=True)):
             dtype = DTYPES.get(str(record.get("dtype")))
             if dtype != want.dtype:
-                raise Refused(
-                    "dtype", f"output {i} is {record.get('dtype')}, the reference's is {want.wire()['dtype']}"
-                )
+                raise Refused("dtype", f"output {i} is {record.get('dtype')}, the reference's is {NAMES[want.dtype]}")
             shape = tuple(int(n) for n in record["shape"])
             if shape != want.shape:
                 raise Refused("shape", f"output {i} has the shape {list(shape)}, the reference's is {list(want.shape)}")
             meta = Meta(want.dtype, shape, tuple(int(n) for n in record["strides"]))
-            offset, size, fd = int(record.get("offset", 0)), int(record["bytes"]), int(record["fd"])
+            offset, size = int(record.get("offset") or 0), int(record["bytes"])
             if len(meta.strides) != len(shape) or offset < 0 or any(s < 0 for s in meta.strides):
                 raise Refused("bounds", f"output {i} has impossible strides")
-            if offset % dtype.itemsize or offset + meta.span > size:
+            place = Bound(meta, offset)
+            if "input" in record:
+                place.input = int(record["input"])
+                own = self.inputs.metas[place.input] if 0 <= place.input < len(self.inputs.metas) else None
+                size = min(size, own.span if own is not None else 0)
+            elif "parameter" in record:
+                place.state = str(record["parameter"])
+                size = min(size, self.state_metas[place.state].span if place.state in self.state_metas else 0)
+            else:
+                place.foreign = adopt(record.get("fd"), size)
+                size = min(size, place.foreign.size)
+            if offset % want.dtype.itemsize or offset + meta.span > size:
                 raise Refused("bounds", f"output {i} lies outside of its buffer of {size} bytes")
-            if not 0 <= fd < len(fds):
-                raise Refused("malformed", f"output {i} names descriptor {fd}, {len(fds)} came")
-            if fd not in used:
-                used[fd] = buffers.adopt(os.dup(fds[fd]), size, self.device)
-            elif offset + meta.span > used[fd].size:
-                raise Refused("bounds", f"output {i} lies outside of its buffer")
-            bound.append(Bound(used[fd], meta, offset))
+            bound.append(place)
+        for record in workspaces:
+            self._workspaces.append((adopt(record.get("fd"), int(record["bytes"])), int(record["bytes"])))
         self.bound = bound
-        self._foreign = list(used.values())
 
     def unbind(self) -> None:
         """Lets go of the candidate's buffers."""
         self.bound = []
+        self._workspaces = []
         for foreign in self._foreign:
             foreign.close()
         self._foreign = []
 
-    def candidate(self) -> list[torch.Tensor]:
+    def candidate(self, slot: Slot) -> list[torch.Tensor]:
         """The bound outputs: a snapshot on the CPU, the memory itself on CUDA."""
-        return [
-            view(b.foreign.read(b.offset, b.meta.span), b.meta)
-            if b.meta.span
-            else torch.empty(b.meta.shape, dtype=b.meta.dtype, device=self.device)
-            for b in self.bound
-        ]
+        result = []
+        for place in self.bound:
+            meta = place.meta
+            if meta.span == 0:
+                result.append(torch.empty(meta.shape, dtype=meta.dtype, device=self.device))
+            elif place.foreign is not None:
+                result.append(view(place.foreign.read(place.offset, meta.span), meta))
+            else:
+                own = slot.shared[place.input] if place.input is not None else self._shared_state[place.state or ""]
+                if own is None:
+                    raise Refused("malformed", "an output is said to lie in an input that is no tensor")
+                result.append(view(own.base, meta, place.offset))
+        return result
 
     def untouched(self, slot: Slot) -> Finding | None:
         """A finding where an input or the state doesn't hold what it should, though the reference never writes it."""
@@ -712,7 +739,7 @@ class Reference:
         bad = self.untouched(slot)
         if bad is not None:
             return reply(0, bad)
-        tensors = self.candidate()
+        tensors = self.candidate(slot)
         tensors += [slot.inputs[i] for i in self.written_inputs]
         tensors += [self._shared_views[name] for name in self.written_state]
         verdict = self.decide(slot, tensors, tolerance)
@@ -833,11 +860,16 @@ class Reference:
         likely = next((s.expected for s in self._slots if s.expected is not None), None)
         for i, bound in enumerate(self.bound):
             meta = bound.meta
-            if meta.span == 0:
+            if meta.span == 0 or bound.foreign is None:
                 continue
             count = meta.span // meta.dtype.itemsize
-            bytes_ = noise(count, meta.dtype, likely[i] if likely else None, generator, self.device)
-            bound.foreign.write(bound.offset, bytes_)
+            bound.foreign.write(
+                bound.offset, noise(count, meta.dtype, likely[i] if likely else None, generator, self.device)
+            )
+        like = next((t for t in likely or [] if t.dtype == torch.float32), None)
+        for foreign, size in self._workspaces:
+            if size >= 4:
+                foreign.write(0, noise(size // 4, torch.float32, like, generator, self.device))
         timer = self.timer()
         timer.flush()
         self._sync()

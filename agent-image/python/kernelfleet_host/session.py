@@ -133,20 +133,18 @@ class Session:
         reference = self.reference
         slots = reference.slots()
         fds: list[int] = []
-        listed: list[list[Message | None]] = []
-        for slot in slots:
-            row: list[Message | None] = []
-            for shared, meta in zip(slot.shared, reference.inputs.metas, strict=True):
+        records: list[Message] = []
+        for number, slot in enumerate(slots):
+            for i, (shared, meta) in enumerate(zip(slot.shared, reference.inputs.metas, strict=True)):
                 if shared is None or meta is None:
-                    row.append(None)
                     continue
-                row.append({**meta.wire(), "offset": 0, "fd": len(fds), "size": shared.size})
+                place = {"slot": number, "input": i, "offset": 0, "fd": len(fds), "size": shared.size}
+                records.append({**meta.wire(), **place})
                 fds.append(shared.export())
-            listed.append(row)
         if len(fds) > 250:
             close_all(fds)
             raise Refused("slots", f"{len(fds)} input buffers are more than a frame carries; ask for fewer slots")
-        return {"tensors": listed}, fds
+        return {"tensors": records, "slots": len(slots)}, fds
 
     def draw(self, request: Message) -> Reply:
         """`draw`. Whether an untransformed set is finite is told by `check`; here it counts as finite."""
@@ -165,7 +163,12 @@ class Session:
     def bind(self, request: Message, fds: list[int]) -> Reply:
         """`bind`."""
         try:
-            self.reference.bind(list(request.get("outputs") or []), request.get("structure"), fds)
+            self.reference.bind(
+                list(request.get("outputs") or []),
+                request.get("structure"),
+                fds,
+                list(request.get("workspaces") or []),
+            )
         finally:
             close_all(fds)
         return {}
