@@ -519,7 +519,7 @@ fn steps(plan: &Plan, bases: &[Option<Region>], libraries: &[SharedLibrary], hel
                 let region = region(bases, fill.buffer).map_err(|f| f.at(node))?;
                 let inside = fill.offset.checked_add(fill.bytes).is_some_and(|end| end <= region.bytes);
                 let width = fill.pattern.len() as u64;
-                if !inside || !matches!(width, 1 | 2 | 4 | 8) || fill.bytes % width != 0 {
+                if !inside || !matches!(width, 1 | 2 | 4 | 8) || !fill.bytes.is_multiple_of(width) {
                     let why = "a fill leaves its buffer or has a pattern of a wrong length";
                     return Err(Fault::new("plan", why).at(node));
                 }
