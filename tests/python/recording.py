@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import json
 import os
+import signal
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +17,28 @@ from typing import Any
 PYTHON = Path(__file__).resolve().parents[2] / "agent-image" / "python"
 sys.path.insert(0, str(PYTHON))
 
-from kernelfleet_zygote.wire import Channel, Memory  # noqa: E402
+from kernelfleet_zygote.wire import Channel, Closed, Memory  # noqa: E402
 
-LIMITS = {"as": None, "data": None, "fsize": 1 << 32, "nproc": None, "nofile": 256, "cpu": None, "core": 0}
+LIMITS = {"as": None, "data": 3 << 30, "fsize": 1 << 32, "nproc": 64, "nofile": 64, "cpu": 60, "core": 0}
+
+
+def no_processes() -> str | None:
+    """A seccomp program for x86_64 that refuses new processes (EPERM) and lets threads be; `None` elsewhere."""
+    if os.uname().machine != "x86_64":
+        return None
+    allow, refuse = 0x7FFF0000, 0x00050000 | 1
+    steps = [
+        (0x20, 0, 0, 0),  # number of the system call
+        (0x15, 5, 0, 57),  # fork
+        (0x15, 4, 0, 58),  # vfork
+        (0x15, 3, 0, 435),  # clone3
+        (0x15, 0, 3, 56),  # clone, allowed with CLONE_THREAD
+        (0x20, 0, 0, 16),
+        (0x45, 1, 0, 0x10000),
+        (0x06, 0, 0, refuse),
+        (0x06, 0, 0, allow),
+    ]
+    return base64.b64encode(b"".join(struct.pack("<HBBI", *step) for step in steps)).decode()
 
 
 class Recorder:
@@ -37,9 +60,9 @@ class Recorder:
         self.channel.close()
         self.process.wait(30)
 
-    def fork(self) -> Channel:
-        """A new recorder."""
-        confine = {"uid": None, "gid": None, "seccomp": None, "read": ["/"], "write": [], "limits": LIMITS}
+    def fork(self) -> tuple[Channel, int]:
+        """A new recorder and its process id."""
+        confine = {"uid": None, "gid": None, "seccomp": no_processes(), "read": ["/"], "write": [], "limits": LIMITS}
         if os.getuid() == 0:
             confine |= {"uid": 61234, "gid": 61234}
         ours, theirs = Channel.pair()
@@ -47,20 +70,31 @@ class Recorder:
         reply, _ = self.channel.call(request, [theirs.fileno()])
         theirs.close()
         assert reply["ok"], reply
-        ours.settimeout(60)
-        return ours
+        return ours, reply["pid"]
 
-    def record(self, request: dict[str, Any], fds: list[int]) -> tuple[dict[str, Any], bytes]:
-        """One recording in a fresh child: the reply and the constants' bytes."""
-        child = self.fork()
+    def record(self, request: dict[str, Any], fds: list[int], seconds: float = 60.0) -> tuple[dict[str, Any], bytes]:
+        """One recording in a fresh child: the reply and the constants' bytes.
+
+        As the judge has it, a process that ends without a reply is code `crash`, one that takes longer `timeout`.
+        """
+        child, pid = self.fork()
+        child.settimeout(seconds)
+        got: list[int] = []
         try:
             reply, got = child.call(request, fds)
+        except TimeoutError:
+            reply = {"ok": False, "code": "timeout"}
+        except Closed:
+            reply = {"ok": False, "code": "crash"}
         finally:
             child.close()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         constants = b""
         for fd in got:
-            memory = Memory.open(fd, 0, writable=False) if os.fstat(fd).st_size else None
-            constants = bytes(memory.view) if memory else b""
+            memory = Memory.open(fd, 1, writable=False)
+            constants = bytes(memory.view)
+            memory.close_fd()
         return reply, constants
 
 
@@ -76,12 +110,12 @@ def tensor_meta(tensor: Any) -> dict[str, Any]:
 
 
 def request_for(
-    task: ModuleType, files: dict[str, str], device: str = "cpu", **more: Any
+    task: ModuleType, files: dict[str, str], device: str = "cpu", seed: int = 0, **more: Any
 ) -> tuple[dict[str, Any], list[int]]:
     """The `record` request of a candidate for a task, with parameters drawn here, and its descriptors."""
     import torch
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     init = task.get_init_inputs()
     model = task.Model(*init)
     inputs = []
@@ -109,7 +143,9 @@ def request_for(
         "limits": {"nodes": 20000, "seconds": 60},
         **more,
     }
-    return request, [Memory.of("state", bytes(data)).fd]
+    memory = Memory.of("state", bytes(data))
+    memory.view.close()
+    return request, [memory.fd]
 
 
 def read_files(folder: Path) -> dict[str, str]:

@@ -19,7 +19,7 @@ from kernelfleet_ext import _session
 from kernelfleet_recorder import cuda, files
 from kernelfleet_recorder.intercept import DispatchLayer, FunctionLayer, data_less, from_bytes
 from kernelfleet_recorder.refusal import Refusal, Violation
-from kernelfleet_recorder.session import BY_NAME, Session
+from kernelfleet_recorder.session import BY_NAME, PHASES, Session
 from kernelfleet_zygote.wire import Memory, Message, Refused, close_all
 
 ENTRY = "model_new.py"
@@ -193,7 +193,7 @@ def _explain(session: Session, phase: str, error: BaseException) -> Violation:
         or isinstance(error, RuntimeError)
         and any(part in str(error) for part in NO_MEMORY)
     ):
-        return Violation("memory", f"out of memory while {phase}: {text}", "", place)
+        return Violation("memory", f"out of memory while {PHASES[phase]}: {text}", "", place)
     if isinstance(error, SystemExit):
         text = f"the candidate ended its process: {text}"
     if isinstance(error, ModuleNotFoundError):

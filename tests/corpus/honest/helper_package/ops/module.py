@@ -1,0 +1,5 @@
+import torch.nn as nn
+
+
+class Holder(nn.Module):
+    pass

@@ -1,0 +1,16 @@
+import torch
+import torch.nn as nn
+
+import kernelfleet_ext as kf
+
+k = kf.load("kernels/k.cpp")
+
+
+class ModelNew(nn.Module):
+    def __init__(self):
+        super().__init__()
+        while True:
+            pass
+
+    def forward(self, x):
+        return x

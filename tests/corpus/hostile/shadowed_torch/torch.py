@@ -1,0 +1,5 @@
+mine = True
+
+
+def relu(x):
+    return x
