@@ -1,0 +1,40 @@
+# What a person types. `make demo` and `make test` need no other step before them.
+.DEFAULT_GOAL := help
+.PHONY: help demo env env-dev build test fmt lint crds soak clean
+
+PYTHON := .kernelfleet/python/bin/python
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
+
+demo: env build ## eight PyTorch operators in, faster kernels out: examples/demo.yaml on this machine
+	target/release/kernelfleet run examples/demo.yaml
+
+env: ## the pinned Python environment in .kernelfleet/python (2.6 GB to download the first time)
+	@agent-image/environment.sh runtime
+
+env-dev: ## the same with ruff, mypy and pytest
+	@agent-image/environment.sh dev
+
+build: ## target/release/kernelfleet
+	cargo build --release --locked
+
+test: env-dev ## everything that a merge is gated by; ends with the counts
+	@$(PYTHON) tests/all.py
+
+fmt: env-dev ## formats Rust and Python
+	cargo fmt
+	$(PYTHON) -m ruff format agent-image tests examples
+
+lint: env-dev ## formatting, clippy, ruff, mypy
+	@$(PYTHON) tests/all.py --only lint
+
+crds: ## writes crds/ from src/api
+	cargo run --quiet --locked -- crds --write crds
+
+soak: env build ## the demo again and again for SOAK_MINUTES (default 30): leaks, flaky verdicts, leftovers
+	@$(PYTHON) tests/soak.py --minutes $${SOAK_MINUTES:-30}
+
+clean: ## build outputs and results; keeps the Python environment
+	cargo clean
+	rm -rf results
