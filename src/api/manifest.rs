@@ -90,7 +90,8 @@ pub fn parse(path: &Path, text: &str) -> Result<Manifest, Refusal> {
     let one = |place, message| refuse(vec![Flaw { place, field: String::new(), message }]);
     let places = places(text).map_err(|(place, message)| one(Some(place), message))?;
     let documents: Vec<Value> = serde_saphyr::from_str_multiple(text).map_err(|e| {
-        let place = e.location().and_then(|l| Some((usize::try_from(l.line()).ok()?, usize::try_from(l.column()).ok()?)));
+        let place =
+            e.location().and_then(|l| Some((usize::try_from(l.line()).ok()?, usize::try_from(l.column()).ok()?)));
         one(place, format!("not valid YAML: {}", first_line(&e.without_snippet().to_string())))
     })?;
     // An empty document (a leading or trailing `---`) is nothing, for both readers of the text.
@@ -118,7 +119,8 @@ pub fn parse(path: &Path, text: &str) -> Result<Manifest, Refusal> {
                 let ours = document["apiVersion"].as_str().is_some_and(|v| v.starts_with(GROUP));
                 // A file for a cluster may hold what a local run has no use for; it isn't our business to refuse it.
                 if ours || near.is_some() {
-                    let message = format!("`{other}` is not a kind that is understood here: OptimizationJob, ConfigMap{hint}");
+                    let message =
+                        format!("`{other}` is not a kind that is understood here: OptimizationJob, ConfigMap{hint}");
                     flaws.push(flaw(&[Step::Key("kind".into())], message));
                 }
             }
@@ -173,7 +175,8 @@ fn job(document: &Value) -> Result<OptimizationJob, Vec<schema::Problem>> {
     let schema = &definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"];
     problems.extend(schema::check(&document["spec"], schema, &key(&["spec"])));
     let spec = &document["spec"];
-    let count = |value: &Value, names: [&str; 3]| names.iter().filter(|n| value.get(n).is_some_and(|v| !v.is_null())).count();
+    let count =
+        |value: &Value, names: [&str; 3]| names.iter().filter(|n| value.get(n).is_some_and(|v| !v.is_null())).count();
     if spec["tasks"].is_object() && count(&spec["tasks"], ["inline", "configMap", "taskSet"]) != 1 {
         problems.push(problem(&["spec", "tasks"], ONE_SOURCE.into()));
     }
@@ -200,10 +203,14 @@ fn job(document: &Value) -> Result<OptimizationJob, Vec<schema::Problem>> {
         fields.remove("status");
     }
     serde_path_to_error::deserialize(clean).map_err(|e| {
-        let names: Vec<String> = e.path().iter().filter_map(|s| match s {
-            serde_path_to_error::Segment::Map { key } => Some(key.clone()),
-            _ => None,
-        }).collect();
+        let names: Vec<String> = e
+            .path()
+            .iter()
+            .filter_map(|s| match s {
+                serde_path_to_error::Segment::Map { key } => Some(key.clone()),
+                _ => None,
+            })
+            .collect();
         let names: Vec<&str> = names.iter().map(String::as_str).collect();
         vec![problem(&names, e.inner().to_string())]
     })

@@ -205,11 +205,8 @@ fn ask(python: &Path, cache: &Path) -> io::Result<PythonFacts> {
     {
         return Ok(note.facts);
     }
-    let output = Command::new(python)
-        .args(["-I", "-c", QUESTION])
-        .stdin(Stdio::null())
-        .stderr(Stdio::null())
-        .output()?;
+    let output =
+        Command::new(python).args(["-I", "-c", QUESTION]).stdin(Stdio::null()).stderr(Stdio::null()).output()?;
     if !output.status.success() {
         return Err(io::Error::other(format!("it ended with {}", output.status)));
     }
@@ -249,9 +246,8 @@ fn nvcc(python: &PythonFacts) -> Result<Option<Nvcc>, Error> {
 }
 
 fn libraries(python: &PythonFacts) -> CudaLibraries {
-    let find = |names: &[&str]| {
-        python.site.iter().flat_map(|s| names.iter().map(move |n| s.join(n))).find(|p| p.is_file())
-    };
+    let find =
+        |names: &[&str]| python.site.iter().flat_map(|s| names.iter().map(move |n| s.join(n))).find(|p| p.is_file());
     CudaLibraries {
         cublas: find(&["nvidia/cu13/lib/libcublas.so.13", "nvidia/cublas/lib/libcublas.so.12"]),
         cublaslt: find(&["nvidia/cu13/lib/libcublasLt.so.13", "nvidia/cublas/lib/libcublasLt.so.12"]),

@@ -1,3 +1,8 @@
 //! One machine: `kernelfleet run` and its sisters, on the same modules that a cluster uses.
 
+pub mod candidate;
 pub mod environment;
+pub mod progress;
+pub mod render;
+pub mod run;
+pub mod summary;

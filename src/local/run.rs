@@ -1,0 +1,485 @@
+//! `kernelfleet run`: the tasks of a job, one after another or overlapped, to a folder of results.
+//!
+//! Knows the order of work on a task (check, propose, screen, judge the best in full), what is kept where, and
+//! what a second start may skip. Must not know how a candidate is written or judged: those are the two traits.
+
+use std::collections::VecDeque;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::Instant;
+
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use sha2::{Digest, Sha256};
+
+use super::candidate;
+use super::environment::hex;
+use super::progress::Progress;
+use super::summary::{Outcome, State};
+use crate::api::job::{Baseline, Target};
+use crate::judge::verdict::{PROCEDURE, Verdict};
+use crate::judge::{Candidate, Effort, TaskSource};
+use crate::task::graph::Graph;
+
+/// Why a judge gave no verdict.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum Trouble {
+    /// The task or the machine is the reason; judging again would say the same.
+    #[error("{0}")]
+    Request(String),
+    /// The judge's own failure.
+    #[error("{0}")]
+    Fault(String),
+}
+
+/// A judge that opens tasks.
+pub trait Court: Sync {
+    /// Makes a task ready: its reference host runs.
+    ///
+    /// # Errors
+    /// `Request` when the task can't be judged.
+    fn open(&self, task: &TaskSource) -> Result<Box<dyn Bench + '_>, Trouble>;
+}
+
+/// One open task of a judge.
+pub trait Bench {
+    /// Refusals of the contract, one sentence each; none means that the task is accepted.
+    ///
+    /// # Errors
+    /// When the check itself could not run.
+    fn check(&mut self) -> Result<Vec<String>, Trouble>;
+    /// The reference's operator graph.
+    ///
+    /// # Errors
+    /// When the reference can't be traced.
+    fn trace(&mut self) -> Result<Graph, Trouble>;
+    /// Judges a candidate.
+    ///
+    /// # Errors
+    /// When there is no verdict; a wrong candidate is a verdict.
+    fn judge(&mut self, candidate: &Candidate, effort: Effort) -> Result<Verdict, Trouble>;
+}
+
+/// Writes candidates.
+pub trait Policy: Sync {
+    /// Begins the work on a task.
+    ///
+    /// # Errors
+    /// One sentence that says what it can't do.
+    fn begin(&self, task: &TaskSource, graph: &Graph) -> Result<Box<dyn Episode>, String>;
+}
+
+/// The work of a policy on one task.
+pub trait Episode {
+    /// The next candidate with one clause on what it does; `None` at its end.
+    fn next(&mut self) -> Option<(Candidate, String)>;
+    /// What became of the last one.
+    fn learn(&mut self, verdict: &Verdict);
+}
+
+/// What a run is given beside its judge and policy.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// Folder of this job's results.
+    pub folder: PathBuf,
+    /// Everything beside a task's source that decides its outcome, for the key of a record.
+    pub identity: String,
+    /// Candidates a task.
+    pub most_attempts: usize,
+    pub target: Option<Target>,
+    /// Tasks at once. One on the CPU device, where whoever else works is measured too.
+    pub workers: usize,
+}
+
+/// A kept outcome: what a second start needs not do again.
+#[derive(Serialize, Deserialize)]
+struct Record {
+    key: String,
+    outcome: Outcome,
+}
+
+/// Works on all tasks; returns the outcomes in the order of `tasks`, `None` for those that `stop` cut off.
+pub fn run(
+    tasks: &[TaskSource],
+    court: &dyn Court,
+    policy: &dyn Policy,
+    settings: &Settings,
+    progress: &Progress,
+    stop: &AtomicBool,
+) -> Vec<Option<Outcome>> {
+    let results: Mutex<Vec<Option<Outcome>>> = Mutex::new(vec![None; tasks.len()]);
+    let queue: Mutex<VecDeque<usize>> = Mutex::new((0..tasks.len()).collect());
+    let work = || {
+        loop {
+            let next = queue.lock().unwrap_or_else(PoisonError::into_inner).pop_front();
+            let Some(index) = next else { return };
+            if stop.load(Ordering::Relaxed) {
+                return;
+            }
+            let Some(task) = tasks.get(index) else { return };
+            let outcome = one(task, court, policy, settings, progress, stop);
+            if let Some(outcome) = outcome {
+                let mut results = results.lock().unwrap_or_else(PoisonError::into_inner);
+                if let Some(place) = results.get_mut(index) {
+                    *place = Some(outcome);
+                }
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 0..settings.workers.clamp(1, tasks.len().max(1)) {
+            scope.spawn(work);
+        }
+    });
+    results.into_inner().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The key under which an outcome stays valid.
+fn key(task: &TaskSource, settings: &Settings) -> String {
+    let mut hash = Sha256::new();
+    for part in [PROCEDURE, env!("CARGO_PKG_VERSION"), &settings.identity, &task.source] {
+        hash.update(u64::try_from(part.len()).unwrap_or(0).to_le_bytes());
+        hash.update(part.as_bytes());
+    }
+    hex(&hash.finalize())
+}
+
+/// The folder of one task's results.
+#[must_use]
+pub fn task_folder(folder: &Path, name: &str) -> PathBuf {
+    let safe = |c: char| if c.is_ascii_alphanumeric() || "-_.".contains(c) { c } else { '_' };
+    let name: String = name.chars().map(safe).collect();
+    folder.join(name.trim_start_matches('.'))
+}
+
+fn one(
+    task: &TaskSource,
+    court: &dyn Court,
+    policy: &dyn Policy,
+    settings: &Settings,
+    progress: &Progress,
+    stop: &AtomicBool,
+) -> Option<Outcome> {
+    let folder = task_folder(&settings.folder, &task.name);
+    let key = key(task, settings);
+    if let Some(outcome) = kept(&folder, &key) {
+        progress.done(&outcome, true);
+        return Some(outcome);
+    }
+    let began = Instant::now();
+    progress.begin(&task.name);
+    let mut work = Work { task, settings, progress, stop, folder: &folder, attempts: 0 };
+    let mut outcome = match work.go(court, policy) {
+        Ok(outcome) => outcome?,
+        Err(trouble) => Outcome {
+            state: match trouble {
+                Trouble::Request(_) => State::Refused,
+                Trouble::Fault(_) => State::Failed,
+            },
+            ..empty(task, Some(trouble.to_string()))
+        },
+    };
+    outcome.attempts = work.attempts;
+    outcome.seconds = began.elapsed().as_secs_f64();
+    // A fault is tried again by the next start; all else is done.
+    if outcome.state != State::Failed
+        && let Err(error) = keep(&folder, &Record { key, outcome: outcome.clone() })
+    {
+        progress.note(&format!("{}: the result could not be kept in {}: {error}", task.name, folder.display()));
+    }
+    progress.done(&outcome, false);
+    Some(outcome)
+}
+
+fn empty(task: &TaskSource, reason: Option<String>) -> Outcome {
+    Outcome {
+        task: task.name.clone(),
+        state: State::Judged,
+        reason,
+        idea: None,
+        verdict: None,
+        attempts: 0,
+        seconds: 0.0,
+    }
+}
+
+struct Work<'a> {
+    task: &'a TaskSource,
+    settings: &'a Settings,
+    progress: &'a Progress,
+    stop: &'a AtomicBool,
+    folder: &'a Path,
+    attempts: usize,
+}
+
+impl Work<'_> {
+    /// `Ok(None)` when the run was stopped.
+    fn go(&mut self, court: &dyn Court, policy: &dyn Policy) -> Result<Option<Outcome>, Trouble> {
+        let stopped = || self.stop.load(Ordering::Relaxed);
+        let disk = |e: std::io::Error| Trouble::Fault(format!("results can't be written: {e}"));
+        std::fs::create_dir_all(self.folder).map_err(disk)?;
+        std::fs::write(self.folder.join("task.py"), &self.task.source).map_err(disk)?;
+        let mut log = std::fs::File::create(self.folder.join("attempts.jsonl")).map_err(disk)?;
+        self.progress.say(&self.task.name, "opening");
+        let mut bench = court.open(self.task)?;
+        self.progress.say(&self.task.name, "checking");
+        let refusals = bench.check()?;
+        if !refusals.is_empty() {
+            return Ok(Some(Outcome { state: State::Refused, ..empty(self.task, Some(refusals.join("; "))) }));
+        }
+        let graph = bench.trace()?;
+        let mut episode = match policy.begin(self.task, &graph) {
+            Ok(episode) => episode,
+            Err(reason) => return Ok(Some(Outcome { state: State::Declined, ..empty(self.task, Some(reason)) })),
+        };
+        let mut best: Option<(Candidate, String, Verdict)> = None;
+        let mut wrong: Option<(Candidate, String, Verdict)> = None;
+        while self.attempts < self.settings.most_attempts {
+            if stopped() {
+                return Ok(None);
+            }
+            let Some((candidate, idea)) = episode.next() else { break };
+            self.progress.say(&self.task.name, &format!("candidate {}: {idea}", self.attempts + 1));
+            let verdict = bench.judge(&candidate, Effort::Screen)?;
+            self.attempts += 1;
+            let line = json!({"attempt": self.attempts, "idea": idea, "verdict": verdict, "files": candidate.files});
+            writeln!(log, "{line}").map_err(disk)?;
+            episode.learn(&verdict);
+            if verdict.correct {
+                let reached = reaches(&verdict, self.settings.target.as_ref());
+                if best.as_ref().is_none_or(|(_, _, b)| score(&verdict) > score(b)) {
+                    best = Some((candidate, idea, verdict));
+                }
+                if reached {
+                    break;
+                }
+            } else if wrong.is_none() {
+                wrong = Some((candidate, idea, verdict));
+            }
+        }
+        if stopped() {
+            return Ok(None);
+        }
+        let Some((candidate, idea, _)) = best.or(wrong) else {
+            let reason = "the policy wrote no candidate".to_owned();
+            return Ok(Some(Outcome { state: State::Declined, ..empty(self.task, Some(reason)) }));
+        };
+        // The score is the final judgement of the best, under fresh seeds, not the luckiest screening.
+        self.progress.say(&self.task.name, "judging the best in full");
+        let verdict = bench.judge(&candidate, Effort::Final)?;
+        let kept = candidate::write(&self.folder.join("best"), &candidate).and_then(|()| {
+            let text = serde_json::to_string_pretty(&verdict).map_err(std::io::Error::other)?;
+            replace(&self.folder.join("verdict.json"), &text)
+        });
+        kept.map_err(disk)?;
+        Ok(Some(Outcome { idea: Some(idea), verdict: Some(verdict), ..empty(self.task, None) }))
+    }
+}
+
+/// What a screening is ranked by: the lower bound of the speedup over eager.
+fn score(verdict: &Verdict) -> f64 {
+    verdict.speedup.eager.map_or(0.0, |i| i.low)
+}
+
+fn reaches(verdict: &Verdict, target: Option<&Target>) -> bool {
+    target.is_some_and(|t| {
+        let speedup = match t.baseline {
+            Baseline::Eager => verdict.speedup.eager,
+            Baseline::Compile => verdict.speedup.compile,
+        };
+        speedup.is_some_and(|i| i.low >= t.speedup)
+    })
+}
+
+fn kept(folder: &Path, key: &str) -> Option<Outcome> {
+    let text = std::fs::read_to_string(folder.join("outcome.json")).ok()?;
+    let record: Record = serde_json::from_str(&text).ok()?;
+    (record.key == key).then_some(record.outcome)
+}
+
+fn keep(folder: &Path, record: &Record) -> std::io::Result<()> {
+    let text = serde_json::to_string_pretty(record).map_err(std::io::Error::other)?;
+    replace(&folder.join("outcome.json"), &text)
+}
+
+/// Writes a file whole or not at all.
+///
+/// # Errors
+/// When the disk refuses.
+pub fn replace(path: &Path, text: &str) -> std::io::Result<()> {
+    let beside = path.with_extension("partial");
+    let mut file = std::fs::File::create(&beside)?;
+    file.write_all(text.as_bytes())?;
+    file.write_all(b"\n")?;
+    file.sync_all()?;
+    std::fs::rename(&beside, path)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::render::tests::sample;
+    use super::*;
+    use std::sync::atomic::AtomicUsize;
+
+    /// A judge whose verdicts are written in the candidates, so that the order of work can be seen.
+    #[derive(Default)]
+    struct Paper {
+        opened: AtomicUsize,
+        judged: AtomicUsize,
+        stop: AtomicBool,
+        stop_after: Option<usize>,
+    }
+
+    struct Page<'a>(&'a Paper, String);
+
+    impl Court for Paper {
+        fn open(&self, task: &TaskSource) -> Result<Box<dyn Bench + '_>, Trouble> {
+            self.opened.fetch_add(1, Ordering::Relaxed);
+            match task.source.as_str() {
+                "broken" => Err(Trouble::Request("line 3: no class Model".into())),
+                "fault" => Err(Trouble::Fault("the reference host ended".into())),
+                _ => Ok(Box::new(Page(self, task.source.clone()))),
+            }
+        }
+    }
+
+    impl Bench for Page<'_> {
+        fn check(&mut self) -> Result<Vec<String>, Trouble> {
+            Ok(if self.1 == "zeros" { vec!["zeros would pass".into()] } else { vec![] })
+        }
+        fn trace(&mut self) -> Result<Graph, Trouble> {
+            Ok(Graph {
+                inputs: vec![],
+                parameters: vec![],
+                nodes: vec![],
+                outputs: vec![],
+                structure: crate::plan::Structure::Tensor,
+            })
+        }
+        fn judge(&mut self, candidate: &Candidate, _: Effort) -> Result<Verdict, Trouble> {
+            let n = self.0.judged.fetch_add(1, Ordering::Relaxed) + 1;
+            if self.0.stop_after == Some(n) {
+                self.0.stop.store(true, Ordering::Relaxed);
+            }
+            let speedup: f64 = candidate.files["model_new.py"].parse().unwrap();
+            Ok(if speedup > 0.0 { sample(2, speedup) } else { sample(-1, 0.0) })
+        }
+    }
+
+    struct Listed;
+    struct List(VecDeque<&'static str>);
+
+    impl Policy for Listed {
+        fn begin(&self, task: &TaskSource, _: &Graph) -> Result<Box<dyn Episode>, String> {
+            match task.source.as_str() {
+                "attention" => Err("attention is not a family that it knows".into()),
+                "wrong" => Ok(Box::new(List(["0", "0"].into()))),
+                _ => Ok(Box::new(List(["2", "0", "4", "3"].into()))),
+            }
+        }
+    }
+
+    impl Episode for List {
+        fn next(&mut self) -> Option<(Candidate, String)> {
+            let text = self.0.pop_front()?;
+            let files = [("model_new.py".to_owned(), text.to_owned())].into();
+            Some((Candidate { files }, format!("variant {text}")))
+        }
+        fn learn(&mut self, _: &Verdict) {}
+    }
+
+    fn task(source: &str) -> TaskSource {
+        TaskSource { name: source.into(), path: "x.py".into(), source: source.into() }
+    }
+
+    fn settings(folder: &Path) -> Settings {
+        Settings { folder: folder.into(), identity: "a".into(), most_attempts: 200, target: None, workers: 1 }
+    }
+
+    fn go(tasks: &[&str], paper: &Paper, settings: &Settings) -> Vec<Option<Outcome>> {
+        let tasks: Vec<_> = tasks.iter().map(|t| task(t)).collect();
+        run(&tasks, paper, &Listed, settings, &Progress::silent(), &paper.stop)
+    }
+
+    #[test]
+    fn the_best_candidate_is_judged_in_full_and_kept() {
+        let folder = tempfile::tempdir().unwrap();
+        let outcomes = go(&["softmax"], &Paper::default(), &settings(folder.path()));
+        let outcome = outcomes[0].clone().unwrap();
+        assert_eq!((outcome.attempts, outcome.idea.as_deref()), (4, Some("variant 4")));
+        let best = candidate::read(&folder.path().join("softmax/best")).unwrap();
+        assert_eq!(best.files["model_new.py"], "4");
+        let log = std::fs::read_to_string(folder.path().join("softmax/attempts.jsonl")).unwrap();
+        assert_eq!(log.lines().count(), 4);
+        let verdict: Verdict =
+            serde_json::from_str(&std::fs::read_to_string(folder.path().join("softmax/verdict.json")).unwrap())
+                .unwrap();
+        assert_eq!(verdict.reward, 2);
+    }
+
+    #[test]
+    fn what_is_done_is_not_done_again_and_what_changed_is() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut settings = settings(folder.path());
+        let tasks = ["softmax", "attention", "zeros", "wrong", "fault"];
+        let first = Paper::default();
+        let before = go(&tasks, &first, &settings);
+        assert_eq!(first.opened.load(Ordering::Relaxed), 5);
+        let second = Paper::default();
+        let after = go(&tasks, &second, &settings);
+        // Only the fault is tried again.
+        assert_eq!(second.opened.load(Ordering::Relaxed), 1);
+        assert_eq!(before[..4], after[..4]);
+        settings.identity = "b".into();
+        let third = Paper::default();
+        go(&tasks, &third, &settings);
+        assert_eq!(third.opened.load(Ordering::Relaxed), 5);
+    }
+
+    #[test]
+    fn every_end_of_a_task_has_its_state_and_a_reason() {
+        let folder = tempfile::tempdir().unwrap();
+        let outcomes =
+            go(&["attention", "zeros", "broken", "fault", "wrong"], &Paper::default(), &settings(folder.path()));
+        let ends: Vec<_> =
+            outcomes.into_iter().flatten().map(|o| (o.state, o.reason, o.verdict.map(|v| v.reward))).collect();
+        assert_eq!(ends[0], (State::Declined, Some("attention is not a family that it knows".into()), None));
+        assert_eq!(ends[1], (State::Refused, Some("zeros would pass".into()), None));
+        assert_eq!(ends[2], (State::Refused, Some("line 3: no class Model".into()), None));
+        assert_eq!(ends[3], (State::Failed, Some("the reference host ended".into()), None));
+        assert_eq!(ends[4], (State::Judged, None, Some(-1)));
+    }
+
+    #[test]
+    fn a_stopped_run_keeps_what_was_done_and_the_next_goes_on() {
+        let folder = tempfile::tempdir().unwrap();
+        let settings = settings(folder.path());
+        // Five judgements end the first task; the sixth is the second task's first.
+        let paper = Paper { stop_after: Some(6), ..Paper::default() };
+        let outcomes = go(&["a", "b", "c"], &paper, &settings);
+        assert_eq!(outcomes.iter().map(Option::is_some).collect::<Vec<_>>(), [true, false, false]);
+        let paper = Paper::default();
+        let outcomes = go(&["a", "b", "c"], &paper, &settings);
+        assert!(outcomes.iter().all(Option::is_some));
+        assert_eq!(paper.opened.load(Ordering::Relaxed), 2);
+    }
+
+    #[test]
+    fn a_target_and_the_number_of_turns_end_the_search() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut with = settings(folder.path());
+        with.target = Some(Target { baseline: Baseline::Eager, speedup: 1.5 });
+        assert_eq!(go(&["a"], &Paper::default(), &with)[0].as_ref().unwrap().attempts, 1);
+        with.target = None;
+        with.most_attempts = 2;
+        with.identity = "other".into();
+        assert_eq!(go(&["a"], &Paper::default(), &with)[0].as_ref().unwrap().attempts, 2);
+    }
+
+    #[test]
+    fn names_of_tasks_never_leave_the_results_folder() {
+        assert_eq!(task_folder(Path::new("r"), "../x/y"), Path::new("r/_x_y"));
+    }
+}
