@@ -1,24 +1,308 @@
 //! The command line: subcommands and nothing else.
 
+use std::path::PathBuf;
 use std::process::ExitCode;
 
-use kernelfleet::judge::runner;
+use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
+use kernelfleet::judge::{self, runner};
+use kernelfleet::local::commands::{self, Failure, Output};
+use kernelfleet::task::init::Request;
+
+/// Language-model agents write CUDA kernels; every attempt is measured honestly.
+#[derive(Parser)]
+#[command(version, about, arg_required_else_help = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Subcommands,
+}
+
+#[derive(Subcommand)]
+enum Subcommands {
+    /// Runs an OptimizationJob on this machine: the very manifest that `kubectl apply` takes
+    Run(Run),
+    /// Judges a candidate for a task: correct? how much faster?
+    Judge(Judge),
+    /// Task files: check and write them
+    #[command(subcommand)]
+    Task(Task),
+    /// What this machine has, what is missing, and how to mend it
+    Doctor {
+        #[command(flatten)]
+        output: Format,
+    },
+    /// Prints the definitions of the custom resources
+    Crds {
+        /// Writes them into this folder instead
+        #[arg(long, value_name = "DIR")]
+        write: Option<PathBuf>,
+    },
+}
+
+#[derive(Args)]
+struct Format {
+    /// What is printed on standard output
+    #[arg(short, long, value_enum, default_value_t = FormatWord::Table)]
+    output: FormatWord,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum FormatWord {
+    Table,
+    Json,
+}
+
+impl Format {
+    fn get(&self) -> Output {
+        match self.output {
+            FormatWord::Table => Output::Table,
+            FormatWord::Json => Output::Json,
+        }
+    }
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum DeviceWord {
+    /// The GPU if there is one, else the CPU
+    Auto,
+    Cpu,
+    Cuda,
+}
+
+impl DeviceWord {
+    fn get(self) -> Option<judge::Device> {
+        match self {
+            Self::Auto => None,
+            Self::Cpu => Some(judge::Device::Cpu),
+            Self::Cuda => Some(judge::Device::Cuda),
+        }
+    }
+}
+
+#[derive(Args)]
+struct Run {
+    /// Manifest with an OptimizationJob, and with the ConfigMaps it refers to
+    file: PathBuf,
+    /// Task files, folders or lists, beside those of the manifest; they are what `taskSet` means here
+    #[arg(long, value_name = "PATH", num_args = 1..)]
+    tasks: Vec<PathBuf>,
+    /// Folder that the paths in lists are relative to
+    #[arg(long, value_name = "DIR")]
+    root: Option<PathBuf>,
+    #[arg(long, value_enum, default_value_t = DeviceWord::Auto)]
+    device: DeviceWord,
+    /// Where results are kept: DIR/<job>/<task>
+    #[arg(long, value_name = "DIR", default_value = "results")]
+    results: PathBuf,
+    /// Forgets earlier results of the same job instead of going on from them
+    #[arg(long)]
+    fresh: bool,
+    #[command(flatten)]
+    output: Format,
+}
+
+#[derive(Args)]
+#[command(group = ArgGroup::new("what").required(true).args(["candidate", "batch"]))]
+struct Judge {
+    /// Task file in KernelBench's form
+    #[arg(long, value_name = "FILE")]
+    task: PathBuf,
+    /// Folder with model_new.py and kernels/
+    #[arg(long, value_name = "DIR")]
+    candidate: Option<PathBuf>,
+    /// Folder of candidates: every subfolder with a model_new.py, all against the same baselines
+    #[arg(long, value_name = "DIR")]
+    batch: Option<PathBuf>,
+    #[arg(long, value_enum, default_value_t = DeviceWord::Auto)]
+    device: DeviceWord,
+    /// Arithmetic of the baselines
+    #[arg(long, value_enum, default_value_t = PrecisionWord::Reference)]
+    precision: PrecisionWord,
+    /// Rule that outputs are compared by; the last two only for tables compared with published ones
+    #[arg(long, value_enum, default_value_t = ToleranceWord::Contract)]
+    tolerance: ToleranceWord,
+    /// Library calls that the candidate may make
+    #[arg(long, value_enum, value_delimiter = ',', default_values_t = [LibraryWord::Matmul, LibraryWord::Conv])]
+    libraries: Vec<LibraryWord>,
+    /// Input sets for each parameter set
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u8).range(2..=64))]
+    inputs: u8,
+    #[command(flatten)]
+    output: Format,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum PrecisionWord {
+    Reference,
+    Tf32,
+    Half,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum ToleranceWord {
+    Contract,
+    Kernelbench,
+    CudaAgent,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum LibraryWord {
+    Matmul,
+    Conv,
+    /// No library call at all
+    None,
+}
+
+#[derive(Subcommand)]
+enum Task {
+    /// Says whether tasks can be judged, and why not
+    Check {
+        /// Task files, folders, or lists (.txt with a path a line, .json)
+        #[arg(required = true)]
+        paths: Vec<PathBuf>,
+        /// Folder that the paths in lists are relative to
+        #[arg(long, value_name = "DIR")]
+        root: Option<PathBuf>,
+        #[arg(long, value_enum, default_value_t = DeviceWord::Auto)]
+        device: DeviceWord,
+        /// Only what the syntax shows; nothing is run
+        #[arg(long = "static")]
+        syntax_only: bool,
+        #[command(flatten)]
+        output: Format,
+    },
+    /// Writes a task file around a module of a library
+    Init {
+        /// `torch.nn.GELU` or `package.module:Class`
+        #[arg(long)]
+        module: String,
+        /// Shape of a tensor that forward gets, `16,1024`; again for each further one
+        #[arg(long, required = true, value_parser = shape)]
+        shape: Vec<Shape>,
+        /// Element type of the tensors
+        #[arg(long, default_value = "float32", value_parser = ["float32", "float16", "bfloat16", "float64", "int64", "int32"])]
+        dtype: String,
+        /// Arguments of the constructor as Python writes them: `4096, eps=1e-6`
+        #[arg(long, default_value = "")]
+        arguments: String,
+        /// File to write
+        #[arg(short = 'o', long = "output", value_name = "FILE")]
+        file: PathBuf,
+        /// Overwrites the file
+        #[arg(long)]
+        force: bool,
+    },
+}
+
+#[derive(Clone)]
+struct Shape(Vec<u64>);
+
+fn shape(text: &str) -> Result<Shape, String> {
+    text.split(',')
+        .map(|n| n.trim().parse::<u64>().map_err(|_| format!("`{n}` is no size; write 16,1024")))
+        .collect::<Result<_, _>>()
+        .map(Shape)
+}
 
 fn main() -> ExitCode {
-    // Hidden subcommands, started by a judge with a socket on descriptor 3.
-    let args: Vec<String> = std::env::args().skip(1).collect();
-    let command = args.first().map_or("", String::as_str);
-    let serve: fn(kernelfleet::judge::wire::Channel) -> ! = match command {
+    if let Some(status) = inner_role() {
+        return status;
+    }
+    tracing_subscriber::fmt()
+        .with_env_filter(
+            tracing_subscriber::EnvFilter::try_from_env("KERNELFLEET_LOG").unwrap_or_else(|_| "warn".into()),
+        )
+        .with_writer(std::io::stderr)
+        .init();
+    match dispatch(Cli::parse().command) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => {
+            eprintln!("kernelfleet: {failure}");
+            ExitCode::from(failure.status())
+        }
+    }
+}
+
+/// Hidden subcommands, started by a judge with a socket on descriptor 3.
+fn inner_role() -> Option<ExitCode> {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let command = arguments.first()?;
+    let serve: fn(judge::wire::Channel) -> ! = match command.as_str() {
         runner::CPU_COMMAND => runner::cpu::serve,
         runner::CUDA_COMMAND => runner::cuda::serve,
-        runner::cuda::selftest::COMMAND => return runner::cuda::selftest::main(args.get(1..).unwrap_or_default()),
-        _ => return ExitCode::SUCCESS,
+        runner::cuda::selftest::COMMAND => {
+            return Some(runner::cuda::selftest::main(arguments.get(1..).unwrap_or_default()));
+        }
+        _ => return None,
     };
     match runner::inherited_channel() {
         Ok(channel) => serve(channel),
         Err(error) => {
             eprintln!("kernelfleet {command}: {error}");
-            ExitCode::FAILURE
+            Some(ExitCode::FAILURE)
         }
+    }
+}
+
+fn dispatch(command: Subcommands) -> Result<(), Failure> {
+    match command {
+        Subcommands::Run(run) => commands::run(&commands::RunArguments {
+            file: run.file,
+            tasks: run.tasks,
+            root: run.root,
+            device: run.device.get(),
+            results: run.results,
+            output: run.output.get(),
+            fresh: run.fresh,
+        }),
+        Subcommands::Judge(judge) => commands::judge(&judge_arguments(judge)),
+        Subcommands::Task(Task::Check { paths, root, device, syntax_only, output }) => {
+            commands::check(&commands::CheckArguments {
+                paths,
+                root,
+                device: device.get(),
+                r#static: syntax_only,
+                output: output.get(),
+            })
+        }
+        Subcommands::Task(Task::Init { module, shape, dtype, arguments, file, force }) => {
+            let shapes = shape.into_iter().map(|s| s.0).collect();
+            commands::init(&commands::InitArguments {
+                request: Request { module, shapes, dtype, arguments },
+                file,
+                force,
+            })
+        }
+        Subcommands::Doctor { output } => commands::doctor(output.get()),
+        Subcommands::Crds { write } => commands::crds(write.as_deref()),
+    }
+}
+
+fn judge_arguments(judge: Judge) -> commands::JudgeArguments {
+    commands::JudgeArguments {
+        task: judge.task,
+        candidate: judge.candidate,
+        batch: judge.batch,
+        device: judge.device.get(),
+        precision: match judge.precision {
+            PrecisionWord::Reference => judge::Precision::Reference,
+            PrecisionWord::Tf32 => judge::Precision::Tf32,
+            PrecisionWord::Half => judge::Precision::Half,
+        },
+        tolerance: match judge.tolerance {
+            ToleranceWord::Contract => judge::Tolerance::Contract,
+            ToleranceWord::Kernelbench => judge::Tolerance::Kernelbench,
+            ToleranceWord::CudaAgent => judge::Tolerance::CudaAgent,
+        },
+        libraries: judge
+            .libraries
+            .iter()
+            .filter_map(|l| match l {
+                LibraryWord::Matmul => Some("matmul".to_owned()),
+                LibraryWord::Conv => Some("conv".to_owned()),
+                LibraryWord::None => None,
+            })
+            .collect(),
+        inputs: usize::from(judge.inputs),
+        output: judge.output.get(),
     }
 }

@@ -7,7 +7,6 @@ use std::collections::BTreeMap;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-use kube::CustomResourceExt;
 use serde_json::Value;
 use serde_saphyr::granit_parser::{Event, Parser};
 
@@ -137,8 +136,10 @@ pub fn parse(path: &Path, text: &str) -> Result<Manifest, Refusal> {
     if flaws.is_empty() { Ok(manifest) } else { Err(refuse(flaws)) }
 }
 
+/// The sentence for a person: without the reader's advice to programmers.
 fn first_line(text: &str) -> &str {
-    text.lines().find(|l| !l.trim().is_empty()).unwrap_or("").trim()
+    let line = text.lines().find(|l| !l.trim().is_empty()).unwrap_or("").trim();
+    line.split(", set DuplicateKeyPolicy").next().unwrap_or(line)
 }
 
 fn config_map(document: &Value, manifest: &mut Manifest) {
@@ -171,7 +172,7 @@ fn job(document: &Value) -> Result<OptimizationJob, Vec<schema::Problem>> {
         problems.push(problem(&[], "the field `spec` is missing".into()));
         return Err(problems);
     }
-    let definition = serde_json::to_value(OptimizationJob::crd()).unwrap_or_default();
+    let definition = super::optimization_job();
     let schema = &definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"];
     problems.extend(schema::check(&document["spec"], schema, &key(&["spec"])));
     let spec = &document["spec"];
@@ -282,6 +283,89 @@ fn places(text: &str) -> Result<Vec<Places>, ((usize, usize), String)> {
                 path.pop();
             }
             None => {}
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GOOD: &str = r#"
+apiVersion: kernelfleet.dev/v1alpha1
+kind: OptimizationJob
+metadata:
+  name: demo
+spec:
+  tasks:
+    inline:
+      - name: relu
+        source: |
+          import torch
+          class Model(torch.nn.Module): ...
+  policy:
+    builtin: {}
+  agent:
+    maxTurns: 20
+"#;
+
+    fn refusal(from: &str, to: &str) -> String {
+        assert!(GOOD.contains(from), "{from}");
+        parse(Path::new("job.yaml"), &GOOD.replace(from, to)).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn a_manifest_comes_with_its_defaults() {
+        let manifest = parse(Path::new("job.yaml"), GOOD).unwrap();
+        let spec = &manifest.jobs[0].spec;
+        assert_eq!((spec.agent.max_turns, spec.agent.attempts, spec.judge.inputs), (20, 1, 5));
+        assert_eq!(spec.tasks.inline.as_ref().unwrap()[0].name, "relu");
+    }
+
+    #[test]
+    fn documents_of_other_kinds_are_kept_or_passed_over() {
+        let more =
+            "---\napiVersion: v1\nkind: ConfigMap\nmetadata: {name: tasks}\ndata:\n  a.py: x\n---\nkind: Namespace\n";
+        let manifest = parse(Path::new("job.yaml"), &format!("---{GOOD}{more}---\n")).unwrap();
+        assert_eq!(manifest.config_maps["tasks"]["a.py"], "x");
+        assert_eq!(manifest.jobs.len(), 1);
+    }
+
+    #[test]
+    fn each_flaw_is_told_with_its_line_its_field_and_what_is_allowed() {
+        let flaws = [
+            ("a field in another spelling", refusal("maxTurns: 20", "max_turns: 20")),
+            ("a field that is not known", refusal("maxTurns: 20", "image: x")),
+            ("a number out of bounds", refusal("maxTurns: 20", "maxTurns: 0")),
+            ("text where a number is due", refusal("maxTurns: 20", "maxTurns: many")),
+            ("a word that is not of the list", refusal("  agent:", "  judge:\n    tolerance: kernel-bench\n  agent:")),
+            ("two policies", refusal("builtin: {}", "builtin: {}\n    replay:\n      configMap: x")),
+            ("no tasks", refusal("    inline:", "    inlined:")),
+            ("a name that is no name", refusal("- name: relu", "- name: My Task")),
+            ("a source that is missing", refusal("        source: |", "        text: |")),
+            ("another kind", refusal("kind: OptimizationJob", "kind: OptimisationJob")),
+            ("another version", refusal("kernelfleet.dev/v1alpha1", "kernelfleet.dev/v1")),
+            ("something inside builtin", refusal("builtin: {}", "builtin:\n      seed: 1")),
+            ("broken YAML", refusal("  agent:", "  agent: [")),
+            ("a tab", refusal("  agent:", "\tagent:")),
+            ("a list where a mapping is due", refusal("builtin: {}", "- builtin")),
+            ("a key twice", refusal("maxTurns: 20", "maxTurns: 20\n    maxTurns: 30")),
+        ];
+        let text: Vec<String> =
+            flaws.iter().map(|(what, says)| format!("{what}\n  {}", says.replace('\n', "\n  "))).collect();
+        insta::assert_snapshot!(text.join("\n"));
+    }
+
+    #[test]
+    fn the_definitions_rules_have_the_messages_that_are_told_here() {
+        let text = super::super::optimization_job().to_string();
+        assert!(text.contains(ONE_SOURCE) && text.contains(ONE_POLICY));
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn no_text_makes_the_reader_panic(text in "[a-z:\\-\\[\\]{}&*|#\"' \n\t]{0,120}") {
+            let _ = parse(Path::new("job.yaml"), &text);
         }
     }
 }

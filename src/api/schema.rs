@@ -62,7 +62,11 @@ fn walk(value: &Value, schema: &Value, path: &mut Vec<Step>, problems: &mut Vec<
     }
     let wanted = schema["type"].as_str().unwrap_or("");
     if !fits(value, wanted) {
-        problems.push(problem(path, format!("{} is {}, {} is wanted", show(value), kind(value), article(wanted))));
+        let found = match value {
+            Value::Array(_) | Value::Object(_) | Value::Null => kind(value).to_owned(),
+            _ => format!("{} is {}", show(value), kind(value)),
+        };
+        problems.push(problem(path, format!("{found}, {} is wanted", article(wanted))));
         return;
     }
     match value {
@@ -109,12 +113,12 @@ fn object(
             walk(field, schema, path, problems);
         } else if schema["additionalProperties"].is_object() {
             walk(field, &schema["additionalProperties"], path, problems);
-        } else if let Some(known) = known {
-            let names = known.keys().map(String::as_str);
-            let hint = match nearest(key, names.clone()) {
+        } else if schema["x-kubernetes-preserve-unknown-fields"] != Value::Bool(true) {
+            let names: Vec<&str> = known.into_iter().flat_map(serde_json::Map::keys).map(String::as_str).collect();
+            let hint = match nearest(key, names.iter().copied()) {
                 Some(near) => format!("did you mean `{near}`?"),
-                None if known.is_empty() => "nothing can be set here".to_owned(),
-                None => format!("known here: {}", names.collect::<Vec<_>>().join(", ")),
+                None if names.is_empty() => "nothing can be set here".to_owned(),
+                None => format!("known here: {}", names.join(", ")),
             };
             problems.push(problem(path, format!("unknown field; {hint}")));
         }

@@ -1,7 +1,10 @@
 //! One machine: `kernelfleet run` and its sisters, on the same modules that a cluster uses.
 
 pub mod candidate;
+pub mod commands;
+pub mod doctor;
 pub mod environment;
+pub mod policy;
 pub mod progress;
 pub mod render;
 pub mod run;

@@ -55,11 +55,16 @@ pub trait Bench {
     /// # Errors
     /// When the reference can't be traced.
     fn trace(&mut self) -> Result<Graph, Trouble>;
-    /// Judges a candidate.
+    /// Judges candidates in order, telling each verdict as it comes.
     ///
     /// # Errors
     /// When there is no verdict; a wrong candidate is a verdict.
-    fn judge(&mut self, candidate: &Candidate, effort: Effort) -> Result<Verdict, Trouble>;
+    fn judge(
+        &mut self,
+        candidates: &[Candidate],
+        effort: Effort,
+        told: &mut dyn FnMut(usize, Verdict),
+    ) -> Result<(), Trouble>;
 }
 
 /// Writes candidates.
@@ -73,10 +78,11 @@ pub trait Policy: Sync {
 
 /// The work of a policy on one task.
 pub trait Episode {
-    /// The next candidate with one clause on what it does; `None` at its end.
-    fn next(&mut self) -> Option<(Candidate, String)>;
-    /// What became of the last one.
-    fn learn(&mut self, verdict: &Verdict);
+    /// The next candidates, each with one clause on what it does; none at its end. What may be judged
+    /// without knowing the verdicts of the others comes at once: a card's judge overlaps their work.
+    fn next(&mut self) -> Vec<(Candidate, String)>;
+    /// What became of the `index`th of the last batch.
+    fn learn(&mut self, index: usize, verdict: &Verdict);
 }
 
 /// What a run is given beside its judge and policy.
@@ -236,27 +242,49 @@ impl Work<'_> {
         };
         let mut best: Option<(Candidate, String, Verdict)> = None;
         let mut wrong: Option<(Candidate, String, Verdict)> = None;
-        while self.attempts < self.settings.most_attempts {
+        let mut reached = false;
+        while self.attempts < self.settings.most_attempts && !reached {
             if stopped() {
                 return Ok(None);
             }
-            let Some((candidate, idea)) = episode.next() else { break };
-            self.progress.say(&self.task.name, &format!("candidate {}: {idea}", self.attempts + 1));
-            let verdict = bench.judge(&candidate, Effort::Screen)?;
-            self.attempts += 1;
-            let line = json!({"attempt": self.attempts, "idea": idea, "verdict": verdict, "files": candidate.files});
-            writeln!(log, "{line}").map_err(disk)?;
-            episode.learn(&verdict);
-            if verdict.correct {
-                let reached = reaches(&verdict, self.settings.target.as_ref());
-                if best.as_ref().is_none_or(|(_, _, b)| score(&verdict) > score(b)) {
-                    best = Some((candidate, idea, verdict));
-                }
-                if reached {
+            let mut batch = episode.next();
+            batch.truncate(self.settings.most_attempts - self.attempts);
+            if batch.is_empty() {
+                break;
+            }
+            // On the CPU, and where a stop must be heeded soon, small steps; a card's judge overlaps within one.
+            let step = if self.settings.workers > 1 { 8 } else { 1 };
+            for first in (0..batch.len()).step_by(step) {
+                if stopped() || reached {
                     break;
                 }
-            } else if wrong.is_none() {
-                wrong = Some((candidate, idea, verdict));
+                let part = batch.get(first..batch.len().min(first + step)).unwrap_or_default();
+                if let Some((_, idea)) = part.first() {
+                    self.progress.say(&self.task.name, &format!("candidate {}: {idea}", self.attempts + 1));
+                }
+                let candidates: Vec<Candidate> = part.iter().map(|(c, _)| c.clone()).collect();
+                let mut written = Ok(());
+                let attempts = &mut self.attempts;
+                let target = self.settings.target.as_ref();
+                bench.judge(&candidates, Effort::Screen, &mut |index, verdict| {
+                    let Some((candidate, idea)) = part.get(index) else { return };
+                    *attempts += 1;
+                    let files = &candidate.files;
+                    let line = json!({"attempt": *attempts, "idea": idea, "verdict": verdict, "files": files});
+                    if let Err(e) = writeln!(log, "{line}") {
+                        written = Err(e);
+                    }
+                    episode.learn(first + index, &verdict);
+                    if verdict.correct {
+                        reached |= reaches(&verdict, target);
+                        if best.as_ref().is_none_or(|(_, _, b)| score(&verdict) > score(b)) {
+                            best = Some((candidate.clone(), idea.clone(), verdict));
+                        }
+                    } else if wrong.is_none() {
+                        wrong = Some((candidate.clone(), idea.clone(), verdict));
+                    }
+                })?;
+                written.map_err(disk)?;
             }
         }
         if stopped() {
@@ -268,7 +296,9 @@ impl Work<'_> {
         };
         // The score is the final judgement of the best, under fresh seeds, not the luckiest screening.
         self.progress.say(&self.task.name, "judging the best in full");
-        let verdict = bench.judge(&candidate, Effort::Final)?;
+        let mut verdict = None;
+        bench.judge(std::slice::from_ref(&candidate), Effort::Final, &mut |_, v| verdict = Some(v))?;
+        let verdict = verdict.ok_or_else(|| Trouble::Fault("the judge gave no verdict".into()))?;
         let kept = candidate::write(&self.folder.join("best"), &candidate).and_then(|()| {
             let text = serde_json::to_string_pretty(&verdict).map_err(std::io::Error::other)?;
             replace(&self.folder.join("verdict.json"), &text)
@@ -358,13 +388,21 @@ mod tests {
                 structure: crate::plan::Structure::Tensor,
             })
         }
-        fn judge(&mut self, candidate: &Candidate, _: Effort) -> Result<Verdict, Trouble> {
-            let n = self.0.judged.fetch_add(1, Ordering::Relaxed) + 1;
-            if self.0.stop_after == Some(n) {
-                self.0.stop.store(true, Ordering::Relaxed);
+        fn judge(
+            &mut self,
+            candidates: &[Candidate],
+            _: Effort,
+            told: &mut dyn FnMut(usize, Verdict),
+        ) -> Result<(), Trouble> {
+            for (i, candidate) in candidates.iter().enumerate() {
+                let n = self.0.judged.fetch_add(1, Ordering::Relaxed) + 1;
+                if self.0.stop_after == Some(n) {
+                    self.0.stop.store(true, Ordering::Relaxed);
+                }
+                let speedup: f64 = candidate.files["model_new.py"].parse().unwrap();
+                told(i, if speedup > 0.0 { sample(2, speedup) } else { sample(-1, 0.0) });
             }
-            let speedup: f64 = candidate.files["model_new.py"].parse().unwrap();
-            Ok(if speedup > 0.0 { sample(2, speedup) } else { sample(-1, 0.0) })
+            Ok(())
         }
     }
 
@@ -382,12 +420,12 @@ mod tests {
     }
 
     impl Episode for List {
-        fn next(&mut self) -> Option<(Candidate, String)> {
-            let text = self.0.pop_front()?;
-            let files = [("model_new.py".to_owned(), text.to_owned())].into();
-            Some((Candidate { files }, format!("variant {text}")))
+        fn next(&mut self) -> Vec<(Candidate, String)> {
+            let batch = self.0.drain(..);
+            let candidate = |t: &str| Candidate { files: [("model_new.py".to_owned(), t.to_owned())].into() };
+            batch.map(|t| (candidate(t), format!("variant {t}"))).collect()
         }
-        fn learn(&mut self, _: &Verdict) {}
+        fn learn(&mut self, _: usize, _: &Verdict) {}
     }
 
     fn task(source: &str) -> TaskSource {

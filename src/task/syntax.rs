@@ -134,11 +134,14 @@ fn line_of(source: &str, offset: usize) -> usize {
     source.as_bytes().iter().take(offset).filter(|b| **b == b'\n').count() + 1
 }
 
+/// Arguments of a call as written: positional ones, and keywords with their values.
+pub type Arguments = (Vec<String>, Vec<(String, String)>);
+
 /// Splits the arguments of a call, `4096, eps=1e-6`, into positional ones and keywords.
 ///
 /// # Errors
 /// When they are not arguments of a call.
-pub fn arguments(text: &str) -> Result<(Vec<String>, Vec<(String, String)>), String> {
+pub fn arguments(text: &str) -> Result<Arguments, String> {
     let call = format!("f({text})");
     let parsed = parse_unchecked(&call, ParseOptions::from(Mode::Expression));
     if let Some(error) = parsed.errors().first() {

@@ -1,0 +1,726 @@
+//! The subcommands: arguments in, text on standard output and an exit status out.
+//!
+//! Knows how the modules are put together. Exit statuses: 0 done (whatever the reward), 1 a fault of the
+//! program, 2 a request that can't be served, 130 interrupted.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+use serde_json::{Value, json};
+
+use super::environment::{self, Environment};
+use super::progress::Progress;
+use super::run::{Bench, Court, Settings, Trouble};
+use super::summary::summarise;
+use super::{candidate, doctor, policy, render, run};
+use crate::api::job::{self, OptimizationJob};
+use crate::api::manifest::{self, Manifest};
+use crate::judge::{self, Candidate, Device, Effort, Judge, Options, Precision, Slice, TaskSource, Tolerance, Verdict};
+use crate::task::graph::Graph;
+use crate::task::{init, source, syntax};
+
+/// How a subcommand ended, when not well.
+#[derive(Debug, thiserror::Error)]
+pub enum Failure {
+    #[error("{0}")]
+    Request(String),
+    #[error("{0}")]
+    Fault(String),
+    #[error("interrupted; what was done is kept, the same command goes on from there")]
+    Interrupted,
+}
+
+impl Failure {
+    /// The exit status.
+    #[must_use]
+    pub const fn status(&self) -> u8 {
+        match self {
+            Self::Fault(_) => 1,
+            Self::Request(_) => 2,
+            Self::Interrupted => 130,
+        }
+    }
+
+    fn request(error: impl std::fmt::Display) -> Self {
+        Self::Request(error.to_string())
+    }
+
+    fn fault(error: impl std::fmt::Display) -> Self {
+        Self::Fault(error.to_string())
+    }
+}
+
+impl From<judge::Error> for Trouble {
+    fn from(error: judge::Error) -> Self {
+        match error {
+            judge::Error::Request { .. } => Self::Request(error.to_string()),
+            judge::Error::Fault(_) => Self::Fault(error.to_string()),
+        }
+    }
+}
+
+impl From<Trouble> for Failure {
+    fn from(trouble: Trouble) -> Self {
+        match trouble {
+            Trouble::Request(text) => Self::Request(text),
+            Trouble::Fault(text) => Self::Fault(text),
+        }
+    }
+}
+
+/// What is printed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Output {
+    #[default]
+    Table,
+    Json,
+}
+
+fn print<T: Serialize>(output: Output, value: &T, table: impl FnOnce() -> String) -> Result<(), Failure> {
+    use std::io::Write;
+    let text = match output {
+        Output::Table => table(),
+        Output::Json => serde_json::to_string_pretty(value).map_err(Failure::fault)?,
+    };
+    // Somebody who reads only the first lines (`| head`) is no failure.
+    let _ = writeln!(std::io::stdout().lock(), "{text}");
+    Ok(())
+}
+
+/// `auto` is the card if there is one.
+fn pick(device: Option<Device>) -> Device {
+    device.unwrap_or_else(|| if doctor::gpus().is_empty() { Device::Cpu } else { Device::Cuda })
+}
+
+fn ready(device: Device) -> Result<Environment, Failure> {
+    let environment = environment::discover().map_err(Failure::request)?;
+    match device {
+        Device::Cpu if environment.toolchain.cxx.is_none() => Err(Failure::Request(
+            "no c++, which builds kernels for the cpu device; install g++ or set KERNELFLEET_CXX (`kernelfleet doctor` says more)".into(),
+        )),
+        Device::Cuda if environment.toolchain.nvcc.is_none() => Err(Failure::Request(
+            "no nvcc, which builds kernels for the cuda device; `make env` installs it, or set KERNELFLEET_NVCC".into(),
+        )),
+        _ => Ok(environment),
+    }
+}
+
+/// `kernelfleet doctor`.
+///
+/// # Errors
+/// `Request` when no device can judge here.
+pub fn doctor(output: Output) -> Result<(), Failure> {
+    let report = doctor::examine(&environment::discover());
+    print(output, &report, || doctor::render(&report))?;
+    if report.devices.is_empty() {
+        return Err(Failure::Request("no device can judge here; see what is MISSING above".into()));
+    }
+    Ok(())
+}
+
+/// `kernelfleet crds`.
+///
+/// # Errors
+/// When the folder can't be written.
+pub fn crds(write: Option<&Path>) -> Result<(), Failure> {
+    for (name, text) in crate::api::definitions().map_err(Failure::fault)? {
+        match write {
+            None => print!("---\n{text}"),
+            Some(folder) => {
+                std::fs::create_dir_all(folder).map_err(Failure::request)?;
+                std::fs::write(folder.join(name), text).map_err(Failure::request)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Arguments of `kernelfleet judge`.
+#[derive(Clone, Debug)]
+pub struct JudgeArguments {
+    pub task: PathBuf,
+    pub candidate: Option<PathBuf>,
+    pub batch: Option<PathBuf>,
+    pub device: Option<Device>,
+    pub precision: Precision,
+    pub tolerance: Tolerance,
+    pub libraries: Vec<String>,
+    pub inputs: usize,
+    pub output: Output,
+}
+
+/// `kernelfleet judge`.
+///
+/// # Errors
+/// `Request` when there is nothing to judge, `Fault` when the judge failed. A verdict of any reward is no error.
+pub fn judge(arguments: &JudgeArguments) -> Result<(), Failure> {
+    let tasks = source::find(std::slice::from_ref(&arguments.task), None).map_err(Failure::request)?;
+    let [task] = tasks.as_slice() else {
+        return Err(Failure::Request(format!(
+            "{} names {} tasks, one task file is wanted",
+            arguments.task.display(),
+            tasks.len()
+        )));
+    };
+    let task = TaskSource { name: task.name.clone(), path: task.path.clone(), source: task.source.clone() };
+    let candidates: Vec<(String, Candidate)> = match (&arguments.candidate, &arguments.batch) {
+        (Some(folder), None) => {
+            vec![(folder.display().to_string(), candidate::read(folder).map_err(Failure::request)?)]
+        }
+        (None, Some(folder)) => candidate::read_batch(folder).map_err(Failure::request)?,
+        _ => return Err(Failure::Request("one of --candidate DIR and --batch DIR says what is judged".into())),
+    };
+    let device = pick(arguments.device);
+    let environment = ready(device)?;
+    refuse_by_syntax(&task, &environment)?;
+    let options = Options {
+        device,
+        precision: arguments.precision,
+        tolerance: arguments.tolerance,
+        libraries: arguments.libraries.clone(),
+        inputs: arguments.inputs,
+        compile: true,
+    };
+    let verdicts = judge_candidates(&environment, options, &task, &candidates)?;
+    match (&arguments.batch, verdicts.first()) {
+        (None, Some((_, verdict))) => print(arguments.output, verdict, || render::verdict(&task.name, verdict)),
+        _ => {
+            let value: Vec<Value> =
+                verdicts.iter().map(|(name, verdict)| json!({"candidate": name, "verdict": verdict})).collect();
+            print(arguments.output, &value, || render::batch(&task.name, &verdicts))
+        }
+    }
+}
+
+/// The call into the judge: one task, candidates in order, each in full.
+fn judge_candidates(
+    environment: &Environment,
+    options: Options,
+    task: &TaskSource,
+    candidates: &[(String, Candidate)],
+) -> Result<Vec<(String, Verdict)>, Failure> {
+    let failed = |e: judge::Error| Failure::from(Trouble::from(e));
+    let judge = Judge::start(&environment.toolchain, options, Slice::new()).map_err(failed)?;
+    let mut session = judge.open(task).map_err(failed)?;
+    let only: Vec<Candidate> = candidates.iter().map(|(_, c)| c.clone()).collect();
+    let mut verdicts = Vec::new();
+    session
+        .judge_batch(&only, Effort::Final, |index, verdict| {
+            if let Some((name, _)) = candidates.get(index) {
+                verdicts.push((name.clone(), verdict));
+            }
+        })
+        .map_err(failed)?;
+    Ok(verdicts)
+}
+
+/// What needs no Python to be seen is said at once.
+fn refuse_by_syntax(task: &TaskSource, environment: &Environment) -> Result<(), Failure> {
+    let refusals = syntax::check(&task.source, Some(&environment.python.modules));
+    if refusals.is_empty() {
+        return Ok(());
+    }
+    Err(Failure::Request(refusals.iter().map(|r| placed(&task.path, r)).collect::<Vec<_>>().join("\n")))
+}
+
+fn placed(path: &Path, refusal: &syntax::Refusal) -> String {
+    match refusal.line {
+        Some(line) => format!("{}:{line}: {}", path.display(), refusal.message),
+        None => format!("{}: {}", path.display(), refusal.message),
+    }
+}
+
+/// A judge as `run` sees it.
+struct Real {
+    judge: Arc<Judge>,
+    modules: Vec<String>,
+}
+
+impl Court for Real {
+    fn open(&self, task: &TaskSource) -> Result<Box<dyn Bench + '_>, Trouble> {
+        let refusals = syntax::check(&task.source, Some(&self.modules));
+        if !refusals.is_empty() {
+            let text = refusals.iter().map(|r| placed(&task.path, r)).collect::<Vec<_>>().join("; ");
+            return Err(Trouble::Request(text));
+        }
+        Ok(Box::new(Open(self.judge.open(task)?)))
+    }
+}
+
+struct Open(judge::Session);
+
+impl Bench for Open {
+    fn check(&mut self) -> Result<Vec<String>, Trouble> {
+        Ok(refusals(&self.0.check()?))
+    }
+
+    fn trace(&mut self) -> Result<Graph, Trouble> {
+        Ok(self.0.trace()?)
+    }
+
+    fn judge(
+        &mut self,
+        candidates: &[Candidate],
+        effort: Effort,
+        told: &mut dyn FnMut(usize, Verdict),
+    ) -> Result<(), Trouble> {
+        Ok(self.0.judge_batch(candidates, effort, told)?)
+    }
+}
+
+/// Sentences of the host's answer to `check`.
+fn refusals(answer: &Value) -> Vec<String> {
+    let list = answer["refusals"].as_array().into_iter().flatten();
+    list.map(|r| r["message"].as_str().or_else(|| r["code"].as_str()).unwrap_or("refused").to_owned()).collect()
+}
+
+/// Arguments of `kernelfleet run`.
+#[derive(Clone, Debug)]
+pub struct RunArguments {
+    pub file: PathBuf,
+    pub tasks: Vec<PathBuf>,
+    pub root: Option<PathBuf>,
+    pub device: Option<Device>,
+    pub results: PathBuf,
+    pub output: Output,
+    /// Forgets earlier results of the same job.
+    pub fresh: bool,
+}
+
+/// `kernelfleet run`.
+///
+/// # Errors
+/// `Request` for a manifest that can't be run, `Fault` when a task met a fault of the judge, `Interrupted`.
+pub fn run(arguments: &RunArguments) -> Result<(), Failure> {
+    let manifest = manifest::read(&arguments.file).map_err(Failure::request)?;
+    let device = pick(arguments.device);
+    let jobs: Vec<(&OptimizationJob, Vec<TaskSource>)> = manifest
+        .jobs
+        .iter()
+        .map(|job| Ok((job, tasks_of(job, &manifest, arguments)?)))
+        .collect::<Result<_, Failure>>()?;
+    for (job, _) in &jobs {
+        runnable(job, device)?;
+    }
+    let environment = ready(device)?;
+    let stop = interrupts();
+    let mut failed = 0;
+    let mut values = Vec::new();
+    for (job, tasks) in &jobs {
+        let (value, text, faults) = one_job(job, tasks, device, &environment, arguments, stop)?;
+        failed += faults;
+        if arguments.output == Output::Table {
+            print(Output::Table, &value, || text)?;
+        }
+        values.push(value);
+    }
+    if arguments.output == Output::Json {
+        match values.as_slice() {
+            [one] => print(Output::Json, one, String::new)?,
+            several => print(Output::Json, &several, String::new)?,
+        }
+    }
+    if failed > 0 {
+        return Err(Failure::Fault(format!(
+            "{failed} tasks were not judged because the judge failed; start again to try them again"
+        )));
+    }
+    Ok(())
+}
+
+/// What a local run can't do is said before anything starts.
+fn runnable(job: &OptimizationJob, device: Device) -> Result<(), Failure> {
+    let name = job.metadata.name.as_deref().unwrap_or("job");
+    let refuse = |field: &str, why: &str| Err(Failure::Request(format!("{name}: {field}: {why}")));
+    if job.spec.policy.endpoint.is_some() {
+        return refuse("spec.policy.endpoint", "a local run has no model yet, use `builtin: {}`");
+    }
+    if job.spec.policy.replay.is_some() {
+        return refuse("spec.policy.replay", "a local run can't replay yet, use `builtin: {}`");
+    }
+    if job.spec.suspend {
+        return refuse("spec.suspend", "the job is suspended; set it to false to run it");
+    }
+    if job.spec.judge.minimum_grade == job::Grade::Enforced && device == Device::Cpu {
+        return refuse(
+            "spec.judge.minimumGrade",
+            "verdicts of the cpu device are `observed`; use a GPU, or accept `observed`",
+        );
+    }
+    Ok(())
+}
+
+/// The tasks of a job, from the manifest, from ConfigMaps of the same file, or from `--tasks`.
+fn tasks_of(job: &OptimizationJob, manifest: &Manifest, arguments: &RunArguments) -> Result<Vec<TaskSource>, Failure> {
+    let mut tasks = Vec::new();
+    let add = |name: &str, path: PathBuf, source: &str| TaskSource { name: name.into(), path, source: source.into() };
+    for task in job.spec.tasks.inline.iter().flatten() {
+        tasks.push(add(&task.name, PathBuf::from(format!("{}.py", task.name)), &task.source));
+    }
+    if let Some(reference) = &job.spec.tasks.config_map {
+        let data = manifest.config_maps.get(&reference.name).ok_or_else(|| {
+            Failure::Request(format!(
+                "{}: spec.tasks.configMap.name: the file holds no ConfigMap `{}`; a local run reads it from the same file, put it there as another document",
+                arguments.file.display(),
+                reference.name
+            ))
+        })?;
+        for (key, text) in data {
+            if let Some(name) = key.strip_suffix(".py") {
+                tasks.push(add(name, PathBuf::from(key), text));
+            }
+        }
+    }
+    if let Some(set) = &job.spec.tasks.task_set {
+        if arguments.tasks.is_empty() {
+            return Err(Failure::Request(format!(
+                "{}: spec.tasks.taskSet: a local run has no TaskSet `{}`; name its files with --tasks",
+                arguments.file.display(),
+                set.name
+            )));
+        }
+        let selector = set.selector.clone().unwrap_or_default();
+        let found = source::find(&arguments.tasks, arguments.root.as_deref()).map_err(Failure::request)?;
+        let wanted = found.into_iter().filter(|f| selector.names.as_ref().is_none_or(|n| n.contains(&f.name)));
+        let limit = selector.limit.and_then(|l| usize::try_from(l).ok()).unwrap_or(usize::MAX);
+        tasks.extend(wanted.take(limit).map(|f| TaskSource { name: f.name, path: f.path, source: f.source }));
+    } else {
+        let found = source::find(&arguments.tasks, arguments.root.as_deref()).map_err(Failure::request)?;
+        tasks.extend(found.into_iter().map(|f| TaskSource { name: f.name, path: f.path, source: f.source }));
+    }
+    if tasks.is_empty() {
+        return Err(Failure::Request(format!("{}: the job has no tasks", arguments.file.display())));
+    }
+    let mut folders: Vec<PathBuf> = tasks.iter().map(|t| run::task_folder(Path::new(""), &t.name)).collect();
+    folders.sort();
+    if let Some(pair) = folders.windows(2).find(|w| w.first() == w.last()) {
+        let name = pair.first().map(|p| p.display().to_string()).unwrap_or_default();
+        return Err(Failure::Request(format!("two tasks are called {name}; give one another name")));
+    }
+    Ok(tasks)
+}
+
+fn one_job(
+    job: &OptimizationJob,
+    tasks: &[TaskSource],
+    device: Device,
+    environment: &Environment,
+    arguments: &RunArguments,
+    stop: &'static AtomicBool,
+) -> Result<(Value, String, usize), Failure> {
+    let name = job.metadata.name.clone().unwrap_or_else(|| "job".into());
+    let folder = run::task_folder(&arguments.results, &name);
+    if arguments.fresh && folder.exists() {
+        forget(&folder)?;
+    }
+    std::fs::create_dir_all(&folder)
+        .map_err(|e| Failure::Request(format!("the results folder {} can't be made: {e}", folder.display())))?;
+    let options = options(job, device);
+    let device_word = match device {
+        Device::Cpu => "cpu",
+        Device::Cuda => "cuda",
+    };
+    let identity = json!({
+        "judge": {"precision": options.precision, "tolerance": options.tolerance, "libraries": options.libraries, "inputs": options.inputs},
+        "policy": job.spec.policy, "turns": job.spec.agent.max_turns, "target": job.spec.target,
+        "device": device_word, "versions": environment.toolchain.versions,
+    });
+    let settings = Settings {
+        folder: folder.clone(),
+        identity: identity.to_string(),
+        most_attempts: usize::try_from(job.spec.agent.max_turns).unwrap_or(1),
+        target: job.spec.target.clone(),
+        workers: match device {
+            Device::Cpu => 1,
+            Device::Cuda => (environment.toolchain.threads / 4).clamp(1, 4),
+        },
+    };
+    eprintln!(
+        "{name}: {} tasks on the {device_word} device, results in {} (Ctrl-C keeps what is done, the same command goes on)",
+        tasks.len(),
+        folder.display()
+    );
+    let began = Instant::now();
+    let judge =
+        Judge::start(&environment.toolchain, options, Slice::new()).map_err(|e| Failure::from(Trouble::from(e)))?;
+    let court = Real { judge, modules: environment.python.modules.clone() };
+    let policy = policy::Builtin::new(device, environment, job);
+    let progress = Progress::new(tasks.len());
+    let finished = AtomicBool::new(false);
+    let outcomes = std::thread::scope(|scope| {
+        // A judgement may take a minute; who interrupts does not want to wait for its end.
+        scope.spawn(|| {
+            while !finished.load(Ordering::Relaxed) {
+                if stop.load(Ordering::Relaxed) {
+                    let patience = Instant::now();
+                    while patience.elapsed() < Duration::from_secs(3) && !finished.load(Ordering::Relaxed) {
+                        std::thread::sleep(Duration::from_millis(50));
+                    }
+                    if !finished.load(Ordering::Relaxed) {
+                        progress.end();
+                        eprintln!("kernelfleet: {}", Failure::Interrupted);
+                        // Children die with this process: their sockets close and the kernel kills them.
+                        std::process::exit(i32::from(Failure::Interrupted.status()));
+                    }
+                }
+                std::thread::sleep(Duration::from_millis(100));
+            }
+        });
+        let outcomes = run::run(tasks, &court, &policy, &settings, &progress, stop);
+        finished.store(true, Ordering::Relaxed);
+        outcomes
+    });
+    progress.end();
+    if outcomes.iter().any(Option::is_none) {
+        return Err(Failure::Interrupted);
+    }
+    let outcomes: Vec<_> = outcomes.into_iter().flatten().collect();
+    let summary = summarise(&outcomes, began.elapsed().as_secs_f64());
+    let value = serde_json::to_value(&summary).map_err(Failure::fault)?;
+    let written = run::replace(&folder.join("report.md"), &render::report(&name, &outcomes, &summary)).and_then(|()| {
+        run::replace(
+            &folder.join("summary.json"),
+            &serde_json::to_string_pretty(&summary).map_err(std::io::Error::other)?,
+        )
+    });
+    written.map_err(|e| Failure::Fault(format!("the report can't be written in {}: {e}", folder.display())))?;
+    let text = format!(
+        "{}\n\nkernels, verdicts and report.md are in {}",
+        render::run(&name, &outcomes, &summary),
+        folder.display()
+    );
+    Ok((value, text, summary.failed))
+}
+
+/// Removes earlier results, and only those: a folder that holds anything else is left alone.
+fn forget(folder: &Path) -> Result<(), Failure> {
+    let entries = std::fs::read_dir(folder).map_err(Failure::request)?;
+    for entry in entries {
+        let path = entry.map_err(Failure::request)?.path();
+        if path.join("outcome.json").is_file() {
+            std::fs::remove_dir_all(&path).map_err(Failure::request)?;
+        }
+    }
+    Ok(())
+}
+
+fn options(job: &OptimizationJob, device: Device) -> Options {
+    let judge = &job.spec.judge;
+    Options {
+        device,
+        precision: match judge.precision {
+            job::Precision::Reference => Precision::Reference,
+            job::Precision::Tf32 => Precision::Tf32,
+            job::Precision::Half => Precision::Half,
+        },
+        tolerance: match judge.tolerance {
+            job::Tolerance::Contract => Tolerance::Contract,
+            job::Tolerance::Kernelbench => Tolerance::Kernelbench,
+            job::Tolerance::CudaAgent => Tolerance::CudaAgent,
+        },
+        libraries: judge.libraries.iter().map(|l| l.name().to_owned()).collect(),
+        inputs: usize::try_from(judge.inputs).unwrap_or(5),
+        compile: true,
+    }
+}
+
+static STOP: AtomicBool = AtomicBool::new(false);
+
+/// The flag that Ctrl-C and SIGTERM set; a second one ends at once.
+fn interrupts() -> &'static AtomicBool {
+    extern "C" fn note(_: i32) {
+        if STOP.swap(true, Ordering::Relaxed) {
+            // SAFETY: `_exit` may be called in a signal handler.
+            unsafe { libc::_exit(130) }
+        }
+    }
+    for signal in [libc::SIGINT, libc::SIGTERM] {
+        // SAFETY: the handler touches an atomic and calls `_exit`, both safe in a signal handler.
+        unsafe { libc::signal(signal, note as *const () as libc::sighandler_t) };
+    }
+    &STOP
+}
+
+/// Arguments of `kernelfleet task check`.
+#[derive(Clone, Debug)]
+pub struct CheckArguments {
+    pub paths: Vec<PathBuf>,
+    pub root: Option<PathBuf>,
+    pub device: Option<Device>,
+    pub r#static: bool,
+    pub output: Output,
+}
+
+/// What `task check` says of one task.
+#[derive(Clone, Debug, Serialize)]
+struct Checked {
+    task: String,
+    path: PathBuf,
+    accepted: bool,
+    refusals: Vec<syntax::Refusal>,
+    /// What running it showed: times, memory, operators, the reference's own error.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    facts: Option<Value>,
+}
+
+/// `kernelfleet task check`.
+///
+/// # Errors
+/// `Request` when a task is refused or can't be read, `Fault` when the judge failed.
+pub fn check(arguments: &CheckArguments) -> Result<(), Failure> {
+    let tasks = source::find(&arguments.paths, arguments.root.as_deref()).map_err(Failure::request)?;
+    let environment = environment::discover();
+    let device = pick(arguments.device);
+    let judge = if arguments.r#static {
+        None
+    } else {
+        let environment = environment.as_ref().map_err(Failure::request)?;
+        let options = Options { device, ..Options::default() };
+        let judge = Judge::start(&environment.toolchain, options, Slice::new());
+        Some(judge.map_err(|e| Failure::from(Trouble::from(e)))?)
+    };
+    let modules = environment.as_ref().ok().map(|e| e.python.modules.as_slice());
+    let mut checked = Vec::new();
+    let mut faults = Vec::new();
+    for task in tasks {
+        let mut line = Checked {
+            refusals: syntax::check(&task.source, modules),
+            task: task.name.clone(),
+            path: task.path.clone(),
+            accepted: false,
+            facts: None,
+        };
+        if line.refusals.is_empty()
+            && let Some(judge) = &judge
+        {
+            let task = TaskSource { name: task.name, path: task.path, source: task.source };
+            match judge.open(&task).and_then(|mut session| session.check()) {
+                Ok(mut facts) => {
+                    for refusal in facts["refusals"].as_array().into_iter().flatten() {
+                        line.refusals.push(syntax::Refusal {
+                            code: refusal["code"].as_str().unwrap_or("refused").into(),
+                            message: refusal["message"].as_str().unwrap_or_default().into(),
+                            line: refusal["line"].as_u64().and_then(|l| usize::try_from(l).ok()),
+                        });
+                    }
+                    if let Some(map) = facts.as_object_mut() {
+                        map.retain(|k, _| !["ok", "refusals", "accepted"].contains(&k.as_str()));
+                    }
+                    line.facts = Some(facts);
+                }
+                Err(judge::Error::Request { code, message }) => {
+                    line.refusals.push(syntax::Refusal { code, message, line: None });
+                }
+                Err(judge::Error::Fault(message)) => {
+                    faults.push(format!("{}: {message}", line.task));
+                    line.refusals.push(syntax::Refusal { code: "fault".into(), message, line: None });
+                }
+            }
+        }
+        line.accepted = line.refusals.is_empty();
+        checked.push(line);
+    }
+    print(arguments.output, &checked, || checked_table(&checked, judge.is_some()))?;
+    if let Some(fault) = faults.first() {
+        return Err(Failure::Fault(format!(
+            "{} of {} tasks met a fault of the judge; {fault}",
+            faults.len(),
+            checked.len()
+        )));
+    }
+    let refused = checked.iter().filter(|c| !c.accepted).count();
+    if refused > 0 {
+        return Err(Failure::Request(format!("{refused} of {} tasks refused", checked.len())));
+    }
+    Ok(())
+}
+
+fn checked_table(checked: &[Checked], ran: bool) -> String {
+    let mut text = String::new();
+    for line in checked {
+        if line.accepted {
+            let number = |key: &str| line.facts.as_ref().and_then(|f| f[key].as_f64());
+            let mut facts = Vec::new();
+            if let Some(us) = number("eager_us") {
+                facts.push(format!("eager {}", render::time(us)));
+            }
+            if let Some(n) = line.facts.as_ref().and_then(|f| f["memory_bytes"].as_u64()) {
+                facts.push(format!("memory {}", render::bytes(n)));
+            }
+            text.push_str(&format!(
+                "accepted  {}{}{}\n",
+                line.task,
+                if facts.is_empty() { "" } else { ": " },
+                facts.join(", ")
+            ));
+        } else {
+            for refusal in &line.refusals {
+                text.push_str(&format!(
+                    "REFUSED   {}: {} [{}]\n",
+                    line.task,
+                    placed(&line.path, refusal),
+                    refusal.code
+                ));
+            }
+        }
+    }
+    let accepted = checked.iter().filter(|c| c.accepted).count();
+    let how = if ran { "run on this machine" } else { "checked by syntax only" };
+    text.push_str(&format!(
+        "\n{} tasks {how}: {accepted} accepted, {} refused",
+        checked.len(),
+        checked.len() - accepted
+    ));
+    text
+}
+
+/// Arguments of `kernelfleet task init`.
+#[derive(Clone, Debug)]
+pub struct InitArguments {
+    pub request: init::Request,
+    pub file: PathBuf,
+    pub force: bool,
+}
+
+/// `kernelfleet task init`.
+///
+/// # Errors
+/// `Request` when the module can't be imported or the file is there already.
+pub fn init(arguments: &InitArguments) -> Result<(), Failure> {
+    let text = init::render(&arguments.request).map_err(Failure::Request)?;
+    let (package, class) = init::split(&arguments.request.module).map_err(Failure::Request)?;
+    let environment = environment::discover().map_err(Failure::request)?;
+    let top = package.split('.').next().unwrap_or(&package);
+    if !environment.python.modules.iter().any(|m| m == top) {
+        let python = environment.toolchain.python.display();
+        return Err(Failure::Request(format!(
+            "the package {top} is not installed in the environment that tasks run in; {python} -m pip install {top}"
+        )));
+    }
+    // The library is the user's own choice and runs as the user, as it would in their own program.
+    let question = "import importlib, sys\nm = importlib.import_module(sys.argv[1])\nc = getattr(m, sys.argv[2], None)\nimport torch\nprint('ok' if isinstance(c, type) and issubclass(c, torch.nn.Module) else 'no')";
+    let answer = Command::new(&environment.toolchain.python)
+        .args(["-c", question, &package, &class])
+        .stdin(Stdio::null())
+        .output()
+        .map_err(Failure::fault)?;
+    let said = String::from_utf8_lossy(&answer.stdout);
+    if said.trim() != "ok" {
+        let why = String::from_utf8_lossy(&answer.stderr);
+        let why = why
+            .lines()
+            .last()
+            .map_or_else(|| format!("{package} has no torch.nn.Module called {class}"), str::to_owned);
+        return Err(Failure::Request(format!("{} can't be used: {why}", arguments.request.module)));
+    }
+    if arguments.file.exists() && !arguments.force {
+        return Err(Failure::Request(format!("{} is there already; --force overwrites it", arguments.file.display())));
+    }
+    std::fs::write(&arguments.file, text).map_err(Failure::request)?;
+    eprintln!("wrote {}; next: kernelfleet task check {}", arguments.file.display(), arguments.file.display());
+    Ok(())
+}
