@@ -229,6 +229,7 @@ fn inner_role() -> Option<ExitCode> {
     let serve: fn(judge::wire::Channel) -> ! = match command.as_str() {
         runner::CPU_COMMAND => runner::cpu::serve,
         runner::CUDA_COMMAND => runner::cuda::serve,
+        runner::cuda::facts::COMMAND => return Some(runner::cuda::facts::main()),
         runner::cuda::selftest::COMMAND => {
             return Some(runner::cuda::selftest::main(arguments.get(1..).unwrap_or_default()));
         }

@@ -137,7 +137,7 @@ fn output(loaded: &Loaded) -> &Exported {
 fn run_bare(source: &str, kernel: &str, timeout: Duration) -> (Runner, Result<(), Error>) {
     let mut runner = start();
     let world = World::new(64);
-    world.load(&mut runner, &plan(64, vec![launch(kernel, vec![])]), &build(source), None).unwrap();
+    world.load(&mut runner, &plan(64, vec![launch(kernel, vec![at(3)])]), &build(source), None).unwrap();
     let result = runner.run(0, 1, timeout).map(|_| ());
     (runner, result)
 }
@@ -249,10 +249,18 @@ fn a_missing_function_is_named_with_what_the_library_exports() {
     let world = World::new(64);
     let mut runner = start();
     let image = build("extern \"C\" void relu(float*) {} void gelu(float*) {}");
-    let error = world.load(&mut runner, &plan(64, vec![launch("gelu", vec![])]), &image, None).unwrap_err();
+    let error = world.load(&mut runner, &plan(64, vec![launch("gelu", vec![at(3)])]), &image, None).unwrap_err();
     let Error::Refused(fault) = error else { panic!("{error}") };
     assert_eq!((fault.code.as_str(), fault.node, fault.kernel.as_deref()), ("symbol", Some(0), Some("gelu")));
     assert!(fault.message.contains("relu") && fault.message.contains("_Z4geluPf"), "{}", fault.message);
+}
+
+#[test]
+fn a_plan_that_the_gate_refuses_is_refused_here_too() {
+    let world = World::new(64);
+    let mut runner = start();
+    let error = world.load(&mut runner, &plan(64, vec![launch("f", vec![at(9)])]), &build(""), None).unwrap_err();
+    assert_eq!(error.code(), "plan", "{error}");
 }
 
 #[test]
@@ -261,7 +269,7 @@ fn a_library_that_is_none_is_refused() {
     let mut runner = start();
     let mut image = tempfile::tempfile().unwrap();
     image.write_all(b"not an image").unwrap();
-    let error = world.load(&mut runner, &plan(64, vec![launch("f", vec![])]), &image, None).unwrap_err();
+    let error = world.load(&mut runner, &plan(64, vec![launch("f", vec![at(3)])]), &image, None).unwrap_err();
     assert_eq!(error.code(), "image");
     assert!(error.to_string().contains("kernels/k.cpp"), "{error}");
 }
@@ -440,7 +448,7 @@ fn three_hundred_parameters_reach_the_runner_although_a_frame_carries_250() {
 fn a_buffer_smaller_than_the_plan_says_is_refused() {
     let world = World::new(64);
     let mut runner = start();
-    let mut plan = plan(64, vec![]);
+    let mut plan = plan(64, vec![launch("f", vec![at(3)])]);
     plan.buffers[0].bytes = 4096 * 4;
     let error = world.load(&mut runner, &plan, &build(""), None).unwrap_err();
     assert_eq!(error.code(), "memory");

@@ -14,10 +14,11 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use super::{
-    Buffers, Fault, Fds, Load, NodeTime, NullSamples, Reply, Sample, Serve, Shared, SharedBuffer, half_bits, parse,
+    Buffers, Fault, Fds, Load, NodeTime, NullSamples, Reply, Sample, Serve, Shared, SharedBuffer, admit, half_bits,
+    parse,
 };
 use crate::judge::wire::Channel;
-use crate::plan::{Arg, BufferKind, Op, Plan};
+use crate::plan::{Arg, BufferKind, Device, Op, Plan};
 
 /// Most arguments of one function.
 pub const MAX_ARGS: usize = 64;
@@ -411,6 +412,7 @@ impl Drop for Mapping {
 /// Maps everything, then loads the libraries, then resolves and encodes every call.
 fn load(request: Load, fds: &mut Fds, waiting: Vec<(Buffers, Fds)>) -> Result<Loaded, Fault> {
     let Load { plan, images, slots, inputs, buffers, helper, .. } = request;
+    admit(&plan, Device::Cpu)?;
     if images.len() != plan.modules.len() {
         return Err(Fault::new("request", format!("{} images for {} modules", images.len(), plan.modules.len())));
     }

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use crate::judge::wire::{Channel, Error as WireError, MAX_FDS};
-use crate::plan::{BufferKind, Plan};
+use crate::plan::{BufferKind, Device, Limits, Plan, validate};
 
 pub mod client;
 pub mod cpu;
@@ -309,6 +309,18 @@ pub fn output_buffers(plan: &Plan) -> Vec<usize> {
     found.sort_unstable();
     found.dedup();
     found
+}
+
+/// The gate, once more on this side: a runner acts on no plan that it hasn't checked itself.
+///
+/// # Errors
+/// `plan`, with node and field.
+pub fn admit(plan: &Plan, device: Device) -> Result<(), Fault> {
+    if plan.device != device {
+        return Err(Fault::new("plan", format!("the plan is for {:?}, this runner is for {device:?}", plan.device)));
+    }
+    validate(plan, &Limits::default())
+        .map_err(|problem| Fault { node: problem.node, ..Fault::new("plan", problem.to_string()) })
 }
 
 /// How many descriptors one frame of `buffers` may carry.

@@ -48,12 +48,12 @@ fn int(value: u64) -> Result<c_int, Fault> {
 }
 
 /// Are these the strides of a contiguous tensor whose dimensions lie in `order` (outermost first)? Dimensions
-/// of size 1 may have any stride.
+/// of size 1 may have any stride, and items of the batch may lie further apart.
 fn ordered(shape: &[u64], strides: &[u64], order: &[usize]) -> bool {
     let mut expected = 1u64;
     order.iter().rev().all(|&d| match (shape.get(d), strides.get(d)) {
         (Some(&size), Some(&stride)) => {
-            let fits = size == 1 || stride == expected;
+            let fits = size == 1 || stride == expected || (d == 0 && stride > expected);
             expected = expected.saturating_mul(size);
             fits
         }
@@ -85,7 +85,10 @@ pub fn describe(request: &Request<'_>) -> Result<Description, Fault> {
         return refuse(format!("stride, padding and dilation need {spatial} numbers each"));
     }
     let (x_plain, x_last) = layouts(x);
+    // A filter's description has no strides: it must be dense.
+    let dense = weight.shape[0] == 1 || weight.strides[0] == weight.shape[1..].iter().product::<u64>();
     let (w_plain, w_last) = layouts(weight);
+    let (w_plain, w_last) = (w_plain && dense, w_last && dense);
     let (o_plain, o_last) = layouts(out);
     let channels_last = if x_plain && w_plain && o_plain {
         false
@@ -118,6 +121,9 @@ pub fn describe(request: &Request<'_>) -> Result<Description, Fault> {
         for &d in order.iter().rev() {
             strides[d] = int(step)?;
             step = step.saturating_mul(shape[d].max(1));
+        }
+        if shape[0] > 1 {
+            strides[0] = int(tensor.strides[0])?;
         }
         Ok((shape.into_iter().map(int).collect::<Result<_, _>>()?, strides))
     };
@@ -481,6 +487,15 @@ mod tests {
         let plain = tensor(&[4, 3, 3, 3], &[27, 9, 3, 1]);
         let error = describe(&request(&x, &plain, &out, &[1, 1])).unwrap_err();
         assert!(error.message.contains("weight"), "{error}");
+    }
+
+    #[test]
+    fn items_of_a_batch_may_lie_apart_and_filters_may_not() {
+        let (x, w) = (tensor(&[2, 3, 8, 8], &[500, 64, 8, 1]), tensor(&[4, 3, 3, 3], &[27, 9, 3, 1]));
+        let out = tensor(&[2, 4, 8, 8], &[256, 64, 8, 1]);
+        assert_eq!(describe(&request(&x, &w, &out, &[1, 1])).unwrap().x.1, [500, 64, 8, 1]);
+        let apart = tensor(&[4, 3, 3, 3], &[30, 9, 3, 1]);
+        assert!(describe(&request(&x, &apart, &out, &[1, 1])).is_err());
     }
 
     #[test]

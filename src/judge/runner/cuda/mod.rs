@@ -17,13 +17,14 @@ use serde_json::{Value, json};
 
 use super::{
     Arithmetic, Buffers, Constants, Fault, Fds, Item, LaunchInfo, Load, NodeTime, NullSamples, Reply, Sample, Serve,
-    Shared, SharedBuffer, output_buffers, parse,
+    Shared, SharedBuffer, admit, output_buffers, parse,
 };
 use crate::judge::wire::Channel;
-use crate::plan::{BufferKind, Dtype, Fill, Library, Op, Plan, TensorRef};
+use crate::plan::{BufferKind, Device, Dtype, Fill, Library, Op, Plan, TensorRef};
 
 mod conv;
 mod driver;
+pub mod facts;
 mod launch;
 mod library;
 mod matmul;
@@ -363,6 +364,7 @@ impl Loaded {
     ) -> Result<(Self, Vec<LaunchInfo>), Fault> {
         let Load { plan, images, slots, inputs, buffers, constants, libraries, precision, seed: _, helper: _ } =
             request;
+        admit(&plan, Device::Cuda)?;
         if images.len() != plan.modules.len() || inputs.len() != slots || slots == 0 {
             return Err(Fault::new("request", "images, modules, slots and inputs don't agree in number"));
         }
