@@ -428,3 +428,35 @@ def test_buffers_are_hashed(host: Host) -> None:
     fd = os.memfd_create("x", 0)
     os.write(fd, b"kernelfleet")
     assert host("hash", [fd], fds=[11])["sha256"] == [hashlib.sha256(b"kernelfleet").hexdigest()]
+
+
+def test_torch_compile_is_measured_with_caches_in_the_working_directory(host: Host, tmp_path: Path) -> None:
+    judged = Judged(host, LINEAR)
+    judged.draw(1)
+    said = host("compile", slots=[0, 0, 0])
+    assert len(said["time_us"]) == 3 and min(said["time_us"]) > 0 and said["compile_seconds"] > 0
+    assert (tmp_path / "compile" / "inductor").is_dir()
+    again = host("compile", slots=[0])
+    assert again["compile_seconds"] == said["compile_seconds"]
+
+
+def test_outputs_in_an_input_are_read_there_and_workspaces_are_poisoned(host: Host) -> None:
+    source = task("return xs[0].mul_(2)", "torch.rand(16, 8)")
+    judged = Judged(host, source)
+    (x,) = judged.draw(1)
+    fd = os.memfd_create("w", 0)
+    os.ftruncate(fd, 4096)
+    output = {"input": 0, "bytes": 512, "offset": 0, "dtype": "float32", "shape": [16, 8], "strides": [8, 1]}
+    host("bind", [fd], outputs=[output], structure="tensor", workspaces=[{"fd": 0, "bytes": 4096}])
+    host("poison", seed=1)
+    assert os.pread(fd, 4096, 0) != bytes(4096)
+    assert os.pread(judged.input_fds[0], 512, 0) == x.numpy().tobytes()
+    assert not host("compare", slot=0, tolerance="contract")["match"]
+    os.pwrite(judged.input_fds[0], (x * 2).numpy().tobytes(), 0)
+    assert host("compare", slot=0, tolerance="contract")["match"]
+
+
+def test_the_copy_rate_and_cache_size_are_measured(host: Host) -> None:
+    host("open", source=LINEAR, path="t.py", device="cpu", precision="reference", threads=1, slots=1)
+    said = host("floor")
+    assert said["copy_gbps"] > 0.1 and said["l2_bytes"] > 1 << 16

@@ -1,12 +1,388 @@
-"""What refuses a task: stub."""
+"""What refuses a task: answers that need no work and would pass, chance, hidden state, an inaccurate reference.
+
+Knows the refusals of "Correct" in `docs/measuring.md`. Must not know candidates. An answer counts as passing only
+where it passes on every set that a judge would use: plain ones, scaled, shifted and negated ones.
+"""
 
 from __future__ import annotations
 
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from kernelfleet_host.reference import Reference
+import torch
+from kernelfleet_zygote import Refused
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kernelfleet_host import compare, parameters
+from kernelfleet_host.compare import finite
+from kernelfleet_host.reference import Reference, Slot
+from kernelfleet_host.task import plain_tensors
+from kernelfleet_host.tensors import flatten
+
+TRANSFORMS = (("scale", 1e5), ("scale", 1e-6), ("shift", -0.5), ("negate", -1.0))
+MAX_SKIPS = 24
+ERROR_BOUND = {False: 1e-2, True: 5e-2}
+"""Largest rms(r-d)/rms(d) of a reference: in float32 (TF32 convolutions included), in half precision."""
+_SEED = 0x0C4E_C000
+_PARAMETERS = 0x0C4E_0001
+
+# Operators that do nothing in eval() or whose result doesn't depend on the input's values.
+_EXEMPT = {
+    "clone",
+    "detach",
+    "detach_",
+    "contiguous",
+    "alias",
+    "lift_fresh",
+    "lift_fresh_copy",
+    "_to_copy",
+    "copy_",
+    "dropout",
+    "native_dropout",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "empty_like",
+    "rand_like",
+    "randn_like",
+    "fill_",
+    "zero_",
+}
+
+
+@dataclass(frozen=True)
+class Skippable:
+    """An operator whose first tensor argument could stand for its result."""
+
+    index: int
+    op: str
+    line: int | None
+
+
+class Skip(TorchDispatchMode):
+    """Leaves one operator out: its result is its first tensor argument. With `skip` None it only lists them."""
+
+    def __init__(self, path: str, skip: int | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.path = path
+        self.skip = skip
+        self.seen: list[Skippable] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Runs or skips one operator."""
+        kwargs = kwargs or {}
+        name = func._schema.name.split("::")[-1]
+        first = next((a for a in args if isinstance(a, torch.Tensor)), None)
+        returns = func._schema.returns
+        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+        if name in _EXEMPT or is_view or first is None or not first.is_floating_point() or not returns:
+            return func(*args, **kwargs)
+        in_place = returns[0].alias_info is not None
+        if self.skip is not None and len(self.seen) == self.skip and in_place:
+            self._note(func)
+            return first
+        result = func(*args, **kwargs)
+        head = result[0] if isinstance(result, (tuple, list)) and result else result
+        if not isinstance(head, torch.Tensor) or head.shape != first.shape or head.dtype != first.dtype:
+            return result
+        index = len(self.seen)
+        self._note(func)
+        if self.skip != index:
+            return result
+        if isinstance(result, (tuple, list)):
+            return type(result)([first, *result[1:]])
+        return first
+
+    def _note(self, func: Any) -> None:
+        frame: Any = sys._getframe(2)
+        line = None
+        while frame is not None:
+            if frame.f_code.co_filename == self.path:
+                line = int(frame.f_lineno)
+                break
+            frame = frame.f_back
+        self.seen.append(Skippable(len(self.seen), str(func), line))
+
+
+@dataclass
+class Shortcut:
+    """An answer without the work. `make` gives the outputs for a slot, or None where it can't."""
+
+    code: str
+    message: str
+    make: Callable[[Slot, list[torch.Tensor]], list[torch.Tensor] | None]
+    line: int | None = None
+
+
+class Check:
+    """One check of an open task."""
+
+    def __init__(self, reference: Reference, inputs: int, seconds: float) -> None:
+        self.reference = reference
+        self.inputs = inputs
+        self.deadline = time.monotonic() + seconds
+        self.refusals: list[dict[str, Any]] = []
+        self.notes: list[str] = []
+        self.slot = reference._new_slot(shared=False)
+        self.other = reference._new_slot(shared=False)
+        self.outputs = len(reference.output_metas)
+        self.error: float | None = None
+        self._constants: list[float] | None = None
+        self.eager_us: float | None = None
+        self.wall_us: float | None = None
+
+    def refuse(self, code: str, message: str, line: int | None = None) -> None:
+        """Adds a refusal."""
+        self.refusals.append({"code": code, "message": message, **({"line": line} if line is not None else {})})
+
+    def run(self) -> dict[str, Any]:
+        """All of it; what the task raises is a refusal too."""
+        for step in (self._runs, self._deterministic, self._own_state, self._accuracy, self._shortcuts, self._time):
+            try:
+                step()
+            except Refused as refused:
+                self.refuse(refused.code, refused.message, refused.extra.get("line"))
+                break
+            if any(r["code"] in ("random", "stateful", "not_finite", "empty") for r in self.refusals):
+                break
+        traced = self.reference.traced
+        return {
+            "accepted": not self.refusals,
+            "refusals": self.refusals,
+            "notes": self.notes,
+            "eager_us": self.eager_us,
+            "wall_us": self.wall_us,
+            "operators": dict(sorted(traced.operators.items())) if traced is not None else {},
+            "memory_bytes": traced.peak_bytes if traced is not None else 0,
+            "reference_error": finite(self.error) if self.error is not None else None,
+        }
+
+    def _runs(self) -> None:
+        reference = self.reference
+        reference.use(_PARAMETERS)
+        reference.draw(self.slot, _SEED, "none", 1.0)
+        expected = reference.expect(self.slot)
+        if not expected or all(t.numel() == 0 for t in expected):
+            self.refuse("empty", "forward gives no tensor with elements")
+        for i, tensor in enumerate(expected):
+            if tensor.is_floating_point() and tensor.numel() and not bool(torch.isfinite(tensor).any()):
+                self.refuse("not_finite", f"output {i} has no finite value, so anything of the kind would pass")
+        if reference.trace_error is not None:
+            self.notes.append(f"can't be traced on shapes alone: {reference.trace_error.message}")
+
+    def _same(self, tensors: list[torch.Tensor]) -> bool:
+        return bool(self.reference.decide(self.slot, tensors, "contract")["match"])
+
+    def _alike(self, a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+        """Equal but for the order of summation. Not the contract's rule: a float64 run of a random reference differs."""
+        for x, y in zip(a, b, strict=True):
+            if not x.is_floating_point():
+                if not torch.equal(x, y):
+                    return False
+                continue
+            if compare.non_finite(x, y) is not None:
+                return False
+            if (
+                compare.summed(x, y).grouped().rms
+                > (1e-2 if self.reference.half else 1e-4) * compare.summed(y).grouped().rms
+            ):
+                return False
+        return True
+
+    def _deterministic(self) -> None:
+        reference = self.reference
+        torch.manual_seed(1)
+        first = reference.forward(self.slot)
+        torch.manual_seed(1)
+        again = reference.forward(self.slot)
+        self.slot.expected, self.slot.sizes = first, []
+        if not self._alike(again, first):
+            self.refuse("stateful", "two calls with the same inputs, parameters and seed give different outputs")
+            return
+        del again
+        torch.manual_seed(2)
+        if not self._alike(reference.forward(self.slot), first):
+            self.refuse("random", "the outputs depend on the random generator: forward draws numbers")
+
+    def _own_state(self) -> None:
+        """Another model with the same state dict must give the same outputs."""
+        reference = self.reference
+        model = parameters.fresh(reference.task, _PARAMETERS + 1, reference.half)
+        held = plain_tensors(model)
+        model = model.to(reference.device)
+        parameters.install(model, reference.state_values(_PARAMETERS))
+        own, reference.model = reference.model, model
+        try:
+            outputs = reference.forward(self.slot)
+        finally:
+            reference.model = own
+        if not self._alike(outputs, self.reference.expect(self.slot)):
+            names = f" ({', '.join(held[:5])})" if held else ""
+            self.refuse(
+                "stateful",
+                "two models with the same state dict give different outputs: the constructor draws tensors that are "
+                f"not in it{names}",
+            )
+
+    def _accuracy(self) -> None:
+        reference = self.reference
+        found = [s for s in reference.statistics(self.slot) if s is not None]
+        self.error = max((s.relative for s in found), default=0.0)
+        if reference.no_exact is not None:
+            self.notes.append(f"no float64 run to measure the reference's error by: {reference.no_exact}")
+            return
+        bound = ERROR_BOUND[reference.half]
+        if self.error > bound:
+            self.refuse(
+                "inaccurate",
+                f"the reference itself is off from a float64 run by {self.error:.1e} of its size, the bound is {bound:g}",
+            )
+
+    # ---- answers without the work ----
+
+    def _skip(self, index: int | None, slot: Slot) -> tuple[list[torch.Tensor] | None, list[Skippable]]:
+        reference = self.reference
+        mode = Skip(reference.task.path, index)
+        values = reference._fresh_inputs(slot)
+        try:
+            with mode:
+                result = reference.task.call(reference.ready(), values)
+            outputs, _ = flatten(result)
+            kept: list[torch.Tensor] | None = [o.clone() for o in outputs]
+        except Refused as refused:
+            if refused.code == "memory":
+                raise
+            kept = None
+        reference._restore_state()
+        reference._sync()
+        return kept, mode.seen
+
+    def _shortcuts(self) -> None:
+        _, found = self._skip(None, self.slot)
+        if len(found) > MAX_SKIPS:
+            self.notes.append(f"of {len(found)} operators that could be skipped {MAX_SKIPS} were tried")
+            found = [found[i * len(found) // MAX_SKIPS] for i in range(MAX_SKIPS)]
+        shortcuts = [
+            Shortcut("zeros", "zeros would pass", lambda _s, r: [torch.zeros_like(t) for t in r]),
+            Shortcut("constant", "a constant would pass", self._constant),
+            Shortcut("other_set", "the output for other inputs would pass", self._of_other_inputs),
+            Shortcut("mean", "the mean output over other inputs would pass", self._mean),
+        ]
+        for skippable in found:
+            shortcuts.append(
+                Shortcut(
+                    "skip_operator",
+                    f"leaving out {skippable.op} would pass",
+                    lambda s, _r, k=skippable.index: self._skip(k, s)[0],  # type: ignore[misc]
+                    skippable.line,
+                )
+            )
+        alive = shortcuts
+        sets = [("none", 1.0)] * self.inputs + list(TRANSFORMS)
+        for number, (kind, factor) in enumerate(sets):
+            if not alive:
+                return
+            if number and time.monotonic() > self.deadline:
+                self.notes.append(f"out of time after {number} of {len(sets)} input sets")
+                break
+            applies = self.reference.draw(self.slot, _SEED + number, kind, factor)
+            if not applies or (kind != "none" and not self.reference.all_finite(self.slot)):
+                continue
+            expected = self.reference.expect(self.slot)
+            still = []
+            for shortcut in alive:
+                if time.monotonic() > self.deadline:
+                    self.notes.append("out of time: not all operators were tried")
+                    break
+                made = shortcut.make(self.slot, expected[: self.outputs])
+                if made is None or len(made) != self.outputs:
+                    continue
+                tensors = [*made, *expected[self.outputs :]]
+                if self._fits(tensors, expected) and self._same(tensors):
+                    still.append(shortcut)
+                elif number == 0 and self._fits(tensors, expected):
+                    loose = self.reference.decide(self.slot, tensors, "kernelbench")
+                    if loose["match"]:
+                        place = f" (line {shortcut.line})" if shortcut.line is not None else ""
+                        self.notes.append(f"under the tolerance kernelbench {shortcut.message}{place}")
+            alive = still
+        for shortcut in alive:
+            self.refuse(shortcut.code, shortcut.message, shortcut.line)
+
+    def _fits(self, tensors: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+        return all(t.shape == e.shape and t.dtype == e.dtype for t, e in zip(tensors, expected, strict=True))
+
+    def _run_other(self, slot: Slot, number: int) -> list[torch.Tensor]:
+        kind, factor = slot.key
+        self.reference.draw(self.other, _SEED + 1000 + number, kind, factor)
+        outputs = self.reference.forward(self.other)[: self.outputs]
+        self.other.expected = None
+        return outputs
+
+    def _constant(self, slot: Slot, expected: list[torch.Tensor]) -> list[torch.Tensor] | None:
+        """One number an output, taken from other plain inputs and the same for all sets."""
+        if self._constants is None:
+            self.reference.draw(self.other, _SEED + 2000, "none", 1.0)
+            outputs = self.reference.forward(self.other)[: self.outputs]
+            self._constants = [typical(o) for o in outputs]
+        return [torch.full_like(e, v) for e, v in zip(expected, self._constants, strict=True)]
+
+    def _of_other_inputs(self, slot: Slot, _expected: list[torch.Tensor]) -> list[torch.Tensor] | None:
+        return self._run_other(slot, 0) if any(m is not None for m in self.reference.inputs.metas) else None
+
+    def _mean(self, slot: Slot, expected: list[torch.Tensor]) -> list[torch.Tensor] | None:
+        if not any(m is not None for m in self.reference.inputs.metas):
+            return None
+        count = max(2, self.inputs - 1)
+        sums: list[torch.Tensor] | None = None
+        for number in range(count):
+            outputs = self._run_other(slot, number)
+            if sums is None:
+                sums = [o.to(torch.float32) if o.dtype != torch.float64 else o for o in outputs]
+            else:
+                for total, output in zip(sums, outputs, strict=True):
+                    total.add_(output)
+        return [(s / count).to(e.dtype) for s, e in zip(sums or [], expected, strict=True)]
+
+    def _time(self) -> None:
+        reference = self.reference
+        slot = reference.slot(0)
+        reference.draw(slot, _SEED, "none", 1.0)
+        times, walls = [], []
+        for _ in range(3):
+            told = reference.timed([0])
+            times += told["time_us"]
+            walls += told["wall_us"]
+            if time.monotonic() > self.deadline:
+                break
+        self.eager_us, self.wall_us = statistics.median(times), statistics.median(walls)
+        slot.expected = None
+        if reference.device == "cuda" and self.wall_us > 5 * self.eager_us + 100:
+            self.notes.append(
+                f"eager's wall time ({self.wall_us:.0f} us) is far above its device time ({self.eager_us:.0f} us): "
+                "the host is what is slow"
+            )
+
+
+def typical(tensor: torch.Tensor) -> float:
+    """The mean of the finite values; of integers and booleans the most frequent value."""
+    if not tensor.numel():
+        return 0.0
+    if not tensor.is_floating_point():
+        return float(tensor.flatten().mode().values.item())
+    total = tensor.sum(dtype=torch.float64)
+    if not bool(torch.isfinite(total)):
+        tensor = tensor[torch.isfinite(tensor)]
+        total = tensor.sum(dtype=torch.float64)
+    return float(total / tensor.numel()) if tensor.numel() else 0.0
 
 
 def check(reference: Reference, inputs: int, seconds: float) -> dict[str, Any]:
-    """Stub."""
-    raise NotImplementedError
+    """Every refusal of the contract for the open task; stops looking for more after `seconds`."""
+    return Check(reference, inputs, seconds).run()

@@ -41,8 +41,8 @@ class Compiled:
         reference = self.reference
         cache = os.path.join(os.getcwd(), "compile")
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(cache, "inductor"))
-        os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(cache, "triton"))
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(cache, "inductor")
+        os.environ["TRITON_CACHE_DIR"] = os.path.join(cache, "triton")
         os.environ.setdefault("USER", "kernelfleet")
         start = time.monotonic()
         try:

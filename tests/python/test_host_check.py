@@ -1,0 +1,65 @@
+"""What `check` refuses, on small tasks of each kind, and what it doesn't."""
+
+from __future__ import annotations
+
+import pytest
+from test_host import Host, host, task, zygote  # noqa: F401
+
+ACCEPTED = {
+    "linear and relu": task(
+        "return torch.relu(self.fc(xs[0]))", "torch.rand(64, 96) - 0.5", "self.fc = nn.Linear(96, 48)"
+    ),
+    "relu of positive numbers": task("return torch.relu(xs[0])", "torch.rand(64, 96)"),
+    "layer norm": task("return self.n(xs[0])", "torch.rand(64, 96)", "self.n = nn.LayerNorm(96)"),
+    "conv, norm, softmax": task(
+        "return torch.softmax(self.n(self.c(xs[0])), dim=1)",
+        "torch.rand(4, 3, 16, 16)",
+        "self.c = nn.Conv2d(3, 8, 3); self.n = nn.BatchNorm2d(8)",
+    ),
+    "dropout": task("return self.d(torch.tanh(xs[0])) * 2", "torch.rand(64, 96)", "self.d = nn.Dropout(0.5)"),
+    "argmax": task("return torch.argmax(xs[0], dim=1)", "torch.rand(32, 20, 5)"),
+    "cross entropy": task("return F.cross_entropy(xs[0], xs[1])", "torch.rand(128, 10), torch.randint(0, 10, (128,))"),
+    "matmul of triangular matrices": task(
+        "return torch.tril(xs[0] @ xs[1]) + 1", "torch.rand(64, 64).tril(), torch.rand(64, 64).triu()"
+    ),
+}
+
+REFUSED = {
+    "zeros": task("return torch.zeros_like(xs[0])", "torch.rand(8, 8)"),
+    "constant": task("return torch.softmax(xs[0].sum(1, keepdim=True), 1)", "torch.rand(8, 8)"),
+    "other_set": task("return self.p * 2 + 0 * xs[0]", "torch.rand(8, 8)", "self.p = nn.Parameter(torch.randn(8))"),
+    "skip_operator": task("return torch.relu(torch.relu(xs[0]) * 2)", "torch.rand(64, 96) - 0.5"),
+    "random": task("return xs[0] + torch.rand_like(xs[0])", "torch.rand(8, 8)"),
+    "stateful": task("return xs[0] + self.h", "torch.rand(8, 8)", "self.h = torch.randn(8)"),
+    "inaccurate": task("return ((xs[0] + 1e7) - 1e7).mean(1)", "torch.rand(64, 2000)"),
+    "not_finite": task("return xs[0] / 0 * 0", "torch.rand(8, 8)"),
+    "exception": task("return xs[0].no_such_method()", "torch.rand(8, 8)"),
+}
+
+
+def opened(host: Host, source: str) -> None:  # noqa: F811
+    host("open", source=source, path="task.py", device="cpu", precision="reference", threads=1, slots=1)
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_an_honest_task_is_accepted(host: Host, name: str) -> None:  # noqa: F811
+    opened(host, ACCEPTED[name])
+    said = host("check", inputs=3)
+    assert said["accepted"], said
+    assert said["eager_us"] > 0 and said["operators"] and said["memory_bytes"] > 0
+    assert said["reference_error"] < 1e-3
+
+
+@pytest.mark.parametrize("code", [c for c in REFUSED if c != "exception"])
+def test_a_task_that_needs_no_work_or_is_unsound_is_refused(host: Host, code: str) -> None:  # noqa: F811
+    opened(host, REFUSED[code])
+    said = host("check", inputs=3)
+    assert not said["accepted"]
+    assert code in [r["code"] for r in said["refusals"]], said
+    if code == "skip_operator":
+        assert {r["line"] for r in said["refusals"] if r["code"] == code} == {11}
+
+
+def test_a_counter_outside_the_state_dict_is_state(host: Host) -> None:  # noqa: F811
+    opened(host, task("self.n += 1; return xs[0] * self.n", "torch.rand(8, 8)", "self.n = 0"))
+    assert [r["code"] for r in host("check", inputs=3)["refusals"]] == ["stateful"]
