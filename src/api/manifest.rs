@@ -357,6 +357,24 @@ spec:
     }
 
     #[test]
+    fn the_examples_are_manifests_and_the_demo_holds_the_example_tasks() {
+        let examples = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples");
+        for entry in std::fs::read_dir(&examples).unwrap() {
+            let path = entry.unwrap().path();
+            if path.extension().is_some_and(|e| e == "yaml") {
+                read(&path).map_err(|r| r.to_string()).unwrap();
+            }
+        }
+        let demo = read(&examples.join("demo.yaml")).unwrap();
+        let inline = demo.jobs[0].spec.tasks.inline.clone().unwrap();
+        assert_eq!(inline.len(), 8);
+        for task in inline {
+            let file = std::fs::read_to_string(examples.join("tasks").join(format!("{}.py", task.name))).unwrap();
+            assert!(file == task.source, "{} in demo.yaml differs from examples/tasks", task.name);
+        }
+    }
+
+    #[test]
     fn the_definitions_rules_have_the_messages_that_are_told_here() {
         let text = super::super::optimization_job().to_string();
         assert!(text.contains(ONE_SOURCE) && text.contains(ONE_POLICY));

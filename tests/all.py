@@ -1,0 +1,147 @@
+"""Runs everything that a merge is gated by, one stage after another, and counts.
+
+Knows the stages and how their tools say what happened. Must not know what they test. Goes on after a stage that
+failed, so that one run shows all; the last line is ``N passed, M failed, K skipped``, counted from the tools' own
+figures (a stage without figures counts as one).
+
+usage: all.py [--only rust|python|lint]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass
+class Count:
+    """What one stage came to."""
+
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+
+
+@dataclass
+class Stage:
+    """A command with the way its output is counted."""
+
+    group: str
+    name: str
+    command: list[str]
+    count: Callable[[int, str], Count]
+
+
+def one(status: int, _: str) -> Count:
+    """A stage without figures: passed or failed."""
+    return Count(passed=1) if status == 0 else Count(failed=1)
+
+
+def cargo(status: int, output: str) -> Count:
+    """Sums the ``test result`` lines; a build that failed has none and counts as one failure."""
+    count = Count()
+    for passed, failed, ignored in re.findall(
+        r"^test result: \w+\. (\d+) passed; (\d+) failed; (\d+) ignored", output, re.MULTILINE
+    ):
+        count.passed += int(passed)
+        count.failed += int(failed)
+        count.skipped += int(ignored)
+    if status != 0 and count.failed == 0:
+        count.failed = 1
+    return count
+
+
+def junit(path: Path) -> Callable[[int, str], Count]:
+    """Counts from pytest's own report; none means that it could not even start."""
+
+    def read(status: int, _: str) -> Count:
+        count = Count()
+        if path.is_file():
+            for suite in ElementTree.parse(path).iter("testsuite"):
+                failed = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
+                skipped = int(suite.get("skipped", 0))
+                count.passed += int(suite.get("tests", 0)) - failed - skipped
+                count.failed += failed
+                count.skipped += skipped
+        if status != 0 and count.failed == 0:
+            count.failed = 1
+        return count
+
+    return read
+
+
+def stages(report: Path) -> list[Stage]:
+    """All stages, the quick ones first."""
+    python = sys.executable
+    return [
+        Stage("lint", "cargo fmt", ["cargo", "fmt", "--check"], one),
+        Stage("lint", "ruff check", [python, "-m", "ruff", "check", "agent-image", "tests"], one),
+        Stage("lint", "ruff format", [python, "-m", "ruff", "format", "--check", "agent-image", "tests"], one),
+        Stage("lint", "mypy", [python, "-m", "mypy"], one),
+        Stage("lint", "clippy", ["cargo", "clippy", "--locked", "--all-targets", "--", "-D", "warnings"], one),
+        # The snapshots, the custom resources' definitions and the examples are compared by tests of the crate.
+        Stage("rust", "cargo test", ["cargo", "test", "--locked"], cargo),
+        Stage("python", "pytest", [python, "-m", "pytest", f"--junitxml={report}"], junit(report)),
+    ]
+
+
+def run(stage: Stage) -> Count:
+    """Runs a stage, shows its output as it comes, and counts."""
+    print(f"== {stage.name}: {' '.join(stage.command)}", flush=True)
+    began = time.monotonic()
+    # A snapshot that differs must fail here, never be written.
+    environment = {**os.environ, "INSTA_UPDATE": "no", "CARGO_TERM_COLOR": "never"}
+    lines = []
+    with subprocess.Popen(
+        stage.command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            print(line, end="", flush=True)
+        status = process.wait()
+    count = stage.count(status, "".join(lines))
+    state = "ok" if count.failed == 0 else "FAILED"
+    print(
+        f"== {stage.name}: {state}, {count.passed} passed, {count.failed} failed, {count.skipped} skipped, "
+        f"{time.monotonic() - began:.0f} s\n",
+        flush=True,
+    )
+    return count
+
+
+def main() -> int:
+    """Runs the stages asked for; the exit status is 1 if anything failed."""
+    parser = argparse.ArgumentParser(description="everything that a merge is gated by")
+    parser.add_argument("--only", choices=["lint", "rust", "python"])
+    only = parser.parse_args().only
+    total = Count()
+    failed = []
+    with TemporaryDirectory() as folder:
+        for stage in stages(Path(folder) / "junit.xml"):
+            if only in (None, stage.group):
+                count = run(stage)
+                total.passed += count.passed
+                total.failed += count.failed
+                total.skipped += count.skipped
+                if count.failed:
+                    failed.append(stage.name)
+    if failed:
+        print(f"failed stages: {', '.join(failed)}")
+    print(f"{total.passed} passed, {total.failed} failed, {total.skipped} skipped")
+    return 1 if total.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
