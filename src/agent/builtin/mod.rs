@@ -1,1 +1,286 @@
-//! The built-in policy.
+//! The built-in policy: a small fusion compiler that writes candidates as a model would.
+//!
+//! It reads a task's operator graph and its class, recognises families of operators, writes fused kernels for
+//! what is bound by memory, leaves dense products and convolutions to the allowed libraries, names what may be
+//! tuned, and says what it doesn't attempt. It knows the graph, the task's source and a few facts of the device;
+//! it must not know how candidates are judged: `search` is given a function for that.
+//!
+//! ```text
+//!  graph --lower--> values --schedule--> steps --kernels, emit--> C and CUDA
+//!  source --python--> class without forward -----------------\
+//!                                                   propose --> candidates --search--> the best
+//! ```
+
+mod emit;
+mod index;
+mod ir;
+mod kernels;
+mod lower;
+mod ops;
+mod python;
+mod schedule;
+#[cfg(test)]
+mod tests;
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+
+use crate::judge::{Candidate, TaskSource};
+use crate::plan::{Device, Structure};
+use crate::task::graph::Graph;
+pub use kernels::Knob;
+
+/// What the policy wants to know of a device.
+#[derive(Clone, Debug)]
+pub struct Facts {
+    /// Multiprocessors of the card.
+    pub multiprocessors: i64,
+    /// Threads of the CPU device.
+    pub threads: i64,
+    /// Some tensor needs 64-bit indices; set by `propose`.
+    pub wide: bool,
+}
+
+impl Default for Facts {
+    fn default() -> Self {
+        Self { multiprocessors: 132, threads: 1, wide: false }
+    }
+}
+
+/// Why there is no candidate.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the built-in policy doesn't attempt {operator}{}: {reason}", line.map(|l| format!(" (line {l})")).unwrap_or_default())]
+pub struct Declined {
+    pub operator: String,
+    pub line: Option<u32>,
+    pub reason: String,
+}
+
+/// One candidate of a proposal.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Variant {
+    pub files: BTreeMap<String, String>,
+    /// What distinguishes it, in words.
+    pub parameters: String,
+}
+
+/// Candidates for a task: the same kernels with other parameters.
+#[derive(Clone, Debug)]
+pub struct Proposal {
+    /// The defaults first, then one change each.
+    pub candidates: Vec<Variant>,
+    /// What was fused or left to a library, step by step.
+    pub covered: Vec<String>,
+    knobs: Vec<Knob>,
+    model: String,
+    kernels: Option<(String, String)>,
+}
+
+/// At most so many candidates are proposed for one task.
+pub const CANDIDATES: usize = 12;
+
+/// Writes candidates for a task.
+///
+/// # Errors
+/// The operator that the policy doesn't attempt, with its line and the reason.
+pub fn propose(task: &TaskSource, graph: &Graph, device: Device, facts: &Facts) -> Result<Proposal, Declined> {
+    let whole = |reason: String| Declined { operator: task.name.clone(), line: None, reason };
+    let reference = python::take_over(&task.source).map_err(whole)?;
+    let lowered = lower::lower(graph, device)?;
+    let mut facts = facts.clone();
+    facts.wide = lowered.ir.vals.iter().any(|val| {
+        // A view's size counts too: kernels walk it.
+        index::numel(&val.shape) > i64::from(i32::MAX) - 65536 * 8
+    });
+    if device == Device::Cpu
+        && lowered
+            .ir
+            .vals
+            .iter()
+            .any(|val| matches!(val.dtype, crate::plan::Dtype::Float16 | crate::plan::Dtype::Bfloat16))
+    {
+        return Err(whole("half precision on the CPU device is not attempted".into()));
+    }
+    let steps = schedule::Scheduler::new(&lowered.ir, device, &facts, &reference.arguments).run(&lowered.outputs)?;
+    let kernels = if steps.source.is_empty() {
+        None
+    } else {
+        let name = if device == Device::Cuda { "kernels/fused.cu" } else { "kernels/fused.cpp" };
+        Some((name.to_owned(), source(&steps.source, device, facts.wide)))
+    };
+    let model = model(task, graph, &reference, &steps, kernels.as_ref().map(|k| k.0.as_str())).map_err(whole)?;
+    let mut proposal = Proposal { candidates: vec![], covered: steps.covered, knobs: steps.knobs, model, kernels };
+    let base = proposal.variant(&BTreeMap::new());
+    proposal.candidates.push(base);
+    // Near values first, of all kernels in turn.
+    let deepest = proposal.knobs.iter().map(|k| k.others.len()).max().unwrap_or(0);
+    for depth in 0..deepest {
+        for knob in proposal.knobs.clone() {
+            if let Some(&value) = knob.others.get(depth)
+                && proposal.candidates.len() < CANDIDATES
+            {
+                let variant = proposal.variant(&BTreeMap::from([(knob.name.clone(), value)]));
+                proposal.candidates.push(variant);
+            }
+        }
+    }
+    Ok(proposal)
+}
+
+impl Proposal {
+    /// The candidate with these parameters, the others at their defaults.
+    #[must_use]
+    pub fn variant(&self, chosen: &BTreeMap<String, i64>) -> Variant {
+        let values: Vec<(String, i64)> = self
+            .knobs
+            .iter()
+            .map(|knob| (knob.name.clone(), chosen.get(&knob.name).copied().unwrap_or(knob.default)))
+            .collect();
+        let tune = values.iter().map(|(name, value)| format!("\"{name}\": {value}")).collect::<Vec<_>>().join(", ");
+        let mut files = BTreeMap::from([("model_new.py".to_owned(), self.model.replace("@TUNE@", &tune))]);
+        if let Some((path, text)) = &self.kernels {
+            files.insert(path.clone(), text.clone());
+        }
+        let changed = chosen.iter().map(|(name, value)| format!("{name}={value}")).collect::<Vec<_>>().join(", ");
+        Variant { files, parameters: if changed.is_empty() { "defaults".into() } else { changed } }
+    }
+}
+
+/// The best variant and its time.
+#[derive(Clone, Debug)]
+pub struct Found {
+    pub variant: Variant,
+    pub time_us: f64,
+    /// Everything tried, in order: parameters and time (`None`: not correct or failed).
+    pub tried: Vec<(String, Option<f64>)>,
+}
+
+/// Judges the variants, then the best values of all parameters together, and keeps the fastest. `judge` gives the
+/// time of a correct candidate in microseconds; it is called at most `CANDIDATES + 1` times, one at a time.
+pub fn search(proposal: &Proposal, judge: &mut dyn FnMut(&Candidate) -> Option<f64>) -> Option<Found> {
+    let mut tried = vec![];
+    let mut best: Option<(Variant, f64)> = None;
+    let mut by_knob: BTreeMap<String, (i64, f64)> = BTreeMap::new();
+    let mut base = None;
+    let mut attempt = |variant: &Variant, tried: &mut Vec<(String, Option<f64>)>| {
+        let time = judge(&Candidate { files: variant.files.clone() });
+        tried.push((variant.parameters.clone(), time));
+        if let Some(time) = time
+            && best.as_ref().is_none_or(|(_, known)| time < *known)
+        {
+            best = Some((variant.clone(), time));
+        }
+        time
+    };
+    for (i, variant) in proposal.candidates.iter().enumerate() {
+        let time = attempt(variant, &mut tried);
+        if i == 0 {
+            base = time;
+            // If the defaults aren't correct, neither are other block sizes.
+            if time.is_none() {
+                break;
+            }
+        } else if let (Some(time), Some((name, value))) = (time, variant.parameters.split_once('='))
+            && let Ok(value) = value.parse::<i64>()
+            && base.is_some_and(|base| time < base * 0.99)
+            && by_knob.get(name).is_none_or(|(_, known)| time < *known)
+        {
+            by_knob.insert(name.to_owned(), (value, time));
+        }
+    }
+    if by_knob.len() > 1 {
+        let together = proposal.variant(&by_knob.into_iter().map(|(name, (value, _))| (name, value)).collect());
+        attempt(&together, &mut tried);
+    }
+    best.map(|(variant, time_us)| Found { variant, time_us, tried })
+}
+
+/// The kernels' file: what all kernels share, the functions that they call, the kernels.
+fn source(kernels: &str, device: Device, wide: bool) -> String {
+    let index = if wide || device == Device::Cpu { "long long" } else { "int" };
+    let mut out = String::new();
+    if device == Device::Cuda {
+        out.push_str("#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n\n");
+    } else {
+        out.push_str("#include <cmath>\n#include <cstdint>\n\n#include \"kernelfleet_math.h\"\n\n");
+    }
+    let _ = writeln!(out, "using index_t = {index};\n");
+    if kernels.contains("load_vector<") || kernels.contains("store_vector<") {
+        out.push_str(
+            "// N neighbours in one memory access; addresses are multiples of N elements.\n\
+             template <typename T, int N>\nstruct alignas(sizeof(T) * N) Vector {\n  T item[N];\n};\n\
+             template <int N, typename T>\n__device__ __forceinline__ void load_vector(T (&to)[N], const T* from) {\n  \
+             const Vector<T, N> vector = *reinterpret_cast<const Vector<T, N>*>(from);\n#pragma unroll\n  \
+             for (int k = 0; k < N; ++k) to[k] = vector.item[k];\n}\n\
+             template <int N, typename T>\n__device__ __forceinline__ void store_vector(T* to, const T (&from)[N]) {\n  \
+             Vector<T, N> vector;\n#pragma unroll\n  for (int k = 0; k < N; ++k) vector.item[k] = from[k];\n  \
+             *reinterpret_cast<Vector<T, N>*>(to) = vector;\n}\n\n",
+        );
+    }
+    let functions = ops::functions(kernels, device);
+    if !functions.is_empty() {
+        out.push_str(&functions);
+        out.push('\n');
+    }
+    out.push_str(kernels.trim_end());
+    out.push('\n');
+    out
+}
+
+/// `model_new.py`, with `@TUNE@` where the parameters go.
+fn model(
+    task: &TaskSource,
+    graph: &Graph,
+    reference: &python::Reference,
+    steps: &schedule::Steps,
+    kernels: Option<&str>,
+) -> Result<String, String> {
+    let mut out = format!("# {}: written by the built-in policy.\n", task.name);
+    for step in &steps.covered {
+        let _ = writeln!(out, "#   {step}");
+    }
+    let mut module = reference.module.clone();
+    if !module.lines().any(|line| line == "import torch") {
+        module.insert_str(0, "import torch\n");
+    }
+    // After `from __future__`, which must come first.
+    out.push_str(module.trim_end());
+    out.push_str("\n\nimport kernelfleet_ext as kf\n\n");
+    if let Some(path) = kernels {
+        out.push_str("TUNE = {@TUNE@}\n");
+        let _ = writeln!(out, "KERNELS = kf.load(\"{path}\", defines=TUNE)");
+        if steps.lines.iter().any(|line| line.contains("blocks(")) {
+            out.push_str("\n\ndef blocks(count, each):\n    return -(-count // each)\n");
+        }
+    }
+    let _ = write!(out, "\n\n{}\n\n", reference.class);
+    let indent = &reference.indent;
+    let _ = writeln!(out, "{indent}{}", reference.signature);
+    for line in &steps.lines {
+        let _ = writeln!(out, "{indent}{indent}{line}");
+    }
+    let mut outputs = steps.outputs.iter();
+    let value = nested(&graph.structure, &mut outputs)?;
+    let _ = writeln!(out, "{indent}{indent}return {value}");
+    Ok(out)
+}
+
+/// The value of `forward` from its tensors.
+fn nested(structure: &Structure, tensors: &mut std::slice::Iter<'_, String>) -> Result<String, String> {
+    let list = |items: &[Structure], tensors: &mut std::slice::Iter<'_, String>| {
+        items.iter().map(|item| nested(item, tensors)).collect::<Result<Vec<_>, _>>()
+    };
+    Ok(match structure {
+        Structure::Tensor => tensors.next().cloned().ok_or("the graph has fewer outputs than forward returns")?,
+        Structure::Tuple(items) => format!("({},)", list(items, tensors)?.join(", ")),
+        Structure::List(items) => format!("[{}]", list(items, tensors)?.join(", ")),
+        Structure::Dict(items) => {
+            let mut parts = vec![];
+            for (key, item) in items {
+                parts.push(format!("{key:?}: {}", nested(item, tensors)?));
+            }
+            format!("{{{}}}", parts.join(", "))
+        }
+        Structure::Value(text) => text.clone(),
+    })
+}
