@@ -61,6 +61,8 @@ pub struct Spec {
     /// The iteration space and its folded dimensions.
     pub full: Vec<i64>,
     pub folded: Vec<usize>,
+    /// Shape of what the stages fold: the same elements, maybe in fewer dimensions.
+    pub shape: Vec<i64>,
     /// Folds in an order in which each needs only earlier ones.
     pub stages: Vec<Vid>,
     /// Values to store and the name of their buffer; all elements, or one for each row.
@@ -112,7 +114,31 @@ fn indent(lines: &[String], by: usize) -> String {
     out
 }
 
-/// Which values of `after` are worth keeping in registers once `first` has computed them.
+/// Whether lines use the element's own index.
+fn names_e(lines: &[String]) -> bool {
+    lines.iter().any(|line| line.split(|c: char| !c.is_alphanumeric() && c != '_').any(|word| word == "e"))
+}
+
+/// The finest dimensions that both shapes are made of, if there are such.
+pub fn refine(a: &[i64], b: &[i64]) -> Option<Vec<i64>> {
+    let mut cuts: Vec<i64> = vec![];
+    for shape in [a, b] {
+        let mut product = 1;
+        for &size in shape.iter().rev() {
+            product *= size;
+            cuts.push(product);
+        }
+    }
+    cuts.push(1);
+    cuts.sort_unstable();
+    cuts.dedup();
+    if cuts.windows(2).any(|w| w[0] == 0 || w[1] % w[0] != 0) {
+        return None;
+    }
+    Some(cuts.windows(2).rev().map(|w| w[1] / w[0]).collect())
+}
+
+/// Variables that can be one, because every address uses them as one.
 fn merge_groups(vars: &[VarId], sizes: &dyn Fn(VarId) -> i64, accesses: &[Ix]) -> Vec<Vec<VarId>> {
     let mut groups: Vec<Vec<VarId>> = vec![];
     for &var in vars {
@@ -324,7 +350,9 @@ fn write<'a>(
                 lines.push("#pragma omp simd".to_owned());
             }
             lines.push(format!("for (int j = 0; j < {count}; ++j) {{"));
-            lines.push("const index_t e = e0 + j;".into());
+            if names_e(&body2) {
+                lines.push("const index_t e = e0 + j;".into());
+            }
             lines.extend(body2.clone());
             lines.push("}".into());
             lines
@@ -350,7 +378,7 @@ fn write<'a>(
                 out.push(format!("const index_t i0 = ((index_t)it * {upper}_THREADS + lane) * VEC;"));
                 out.push(format!("if (i0 < {length}) {{"));
             } else {
-                out.push(format!("#pragma unroll {upper}_UNROLL"));
+                out.push("#pragma unroll UNROLL".into());
                 out.push(format!(
                     "for (index_t i0 = {from} + lane * VEC; i0 < {to}; i0 += (index_t){upper}_THREADS * VEC) {{"
                 ));
@@ -420,7 +448,9 @@ fn write<'a>(
             text.extend(body1);
             text.push("#pragma unroll".into());
             text.push("for (int j = 0; j < VEC; ++j) {".into());
-            text.push("const index_t e = e0 + j;".into());
+            if names_e(&body2) {
+                text.push("const index_t e = e0 + j;".into());
+            }
             text.extend(body2);
             text.push("}".into());
             text.extend(after);
@@ -454,7 +484,9 @@ fn write<'a>(
             text.extend(body1);
             text.push("#pragma omp simd".into());
             text.push("for (index_t j = 0; j < n; ++j) {".into());
-            text.push("const index_t e = e0 + j;".into());
+            if names_e(&body2) {
+                text.push("const index_t e = e0 + j;".into());
+            }
             text.extend(body2);
             text.push("}".into());
             text.push("}".into());
@@ -470,7 +502,8 @@ fn write<'a>(
         let Def::Reduce { fold, arg, .. } = ir.def(stage).clone() else { return Err("not a fold".into()) };
         let kinds = accumulators(fold);
         let arrays: Vec<String> = (0..kinds.len()).map(|k| format!("a{number}_{k}")).collect();
-        let at = space.at.clone();
+        let at = w.vars.reshape(&space.at, &spec.full, &spec.shape);
+        let row_at = w.vars.reshape(&row_at, &spec.full, &spec.shape);
         // The first element of the row, for moments.
         let mut pivot = String::new();
         if fold == Fold::Moments {
@@ -552,7 +585,7 @@ fn write<'a>(
                 }
             }
         }
-        w.place.insert(stage, space.at.clone());
+        w.place.insert(stage, at);
     }
 
     if let Some(splits) = split {
@@ -677,6 +710,7 @@ fn write<'a>(
             ));
         } else {
             kernel.knobs.push(Knob { name: format!("{upper}_UNROLL"), default: 4, others: vec![1, 2, 8] });
+            text.push(format!("constexpr int UNROLL = {upper}_UNROLL;"));
         }
         text.push(format!("index_t row = (index_t)blockIdx.x * {upper}_ROWS + threadIdx.y;"));
         text.push(format!("const bool live = row < {rows};"));
@@ -762,7 +796,9 @@ fn simple_loop(w: &mut Writer, cuda: bool) -> Vec<String> {
     let mut lines = w.take(1);
     lines.push(if cuda { "#pragma unroll".into() } else { "#pragma omp simd".into() });
     lines.push(format!("for (int j = 0; j < {}; ++j) {{", if cuda { "VEC" } else { "n" }));
-    lines.push("const index_t e = e0 + j;".into());
+    if names_e(&body2) {
+        lines.push("const index_t e = e0 + j;".into());
+    }
     lines.extend(body2);
     lines.push("}".into());
     lines.extend(std::mem::take(&mut w.after));
@@ -911,6 +947,7 @@ fn finish_split(
     let written: Vec<(String, String)> =
         parts.iter().zip(kinds).map(|(name, (kind, _))| (format!("{kind}* __restrict__"), name.clone())).collect();
     if cuda {
+        text.push(format!("constexpr int UNROLL = {upper}_UNROLL;"));
         text.push("const index_t part = blockIdx.x, row = blockIdx.y;".into());
         text.push("const int lane = threadIdx.x;".into());
         text.extend(range);
@@ -958,7 +995,8 @@ fn finish_split(
     let mut inner_text = vec![];
     let mut pivot = String::new();
     if fold == Fold::Moments {
-        pivot = w.value(arg, row_at)?.text;
+        let first = w.vars.reshape(row_at, &spec.full, &spec.shape);
+        pivot = w.value(arg, &first)?.text;
     }
     for (name, (kind, start)) in whole.iter().zip(kinds) {
         inner_text.push(format!("{kind} {name} = {start};"));
@@ -1071,6 +1109,7 @@ pub fn scan(
         walk: Walk::Rows,
         full: shape.clone(),
         folded: vec![dim],
+        shape: shape.clone(),
         stages: vec![],
         outputs: vec![(vid, output.to_owned())],
         comment,

@@ -65,7 +65,12 @@ pub fn lower(graph: &Graph, device: Device) -> Result<Lowered, Declined> {
     }
     for (node, keep) in graph.nodes.iter().zip(keep) {
         if keep {
+            let before = this.ir.vals.len();
             this.node(node)?;
+            let label = this.op.split('.').next().unwrap_or_default().to_owned();
+            for vid in before..this.ir.vals.len() {
+                this.ir.labels.insert(vid, label.clone());
+            }
         }
     }
     let mut outputs = vec![];
@@ -943,7 +948,6 @@ impl Lower {
                 } else {
                     self.env.insert(id.clone(), vid);
                 }
-                self.ir.labels.entry(vid).or_insert_with(|| self.op.split('.').next().unwrap_or_default().to_owned());
             }
         }
         Ok(())
@@ -961,7 +965,12 @@ impl Lower {
         if order.iter().enumerate().all(|(i, &d)| i == d) {
             return source;
         }
-        let shape = order.iter().map(|&d| self.ir.shape(source)[d]).collect();
+        let shape: Vec<i64> = order.iter().map(|&d| self.ir.shape(source)[d]).collect();
+        // Where only dimensions of size one move, it is a reshape.
+        let moved: Vec<usize> = order.iter().copied().filter(|&d| self.ir.shape(source)[d] != 1).collect();
+        if moved.is_sorted() {
+            return self.ir.reshape(source, shape);
+        }
         let dtype = self.dtype(x);
         self.ir.add(Def::View(source, View::Permute(order)), shape, dtype)
     }

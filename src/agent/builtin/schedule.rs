@@ -8,7 +8,7 @@ use std::collections::{HashMap, HashSet};
 use super::emit::{Buffer, own};
 use super::index::{contiguous, numel};
 use super::ir::{Def, Fold, Ir, Vid, View};
-use super::kernels::{Kernel, Knob, Spec, Walk, build, scan};
+use super::kernels::{Kernel, Knob, Spec, Walk, build, refine, scan};
 use super::ops::operation;
 use super::python::attribute;
 use super::{Declined, Facts};
@@ -84,6 +84,30 @@ fn safe(name: &str) -> String {
         "const", "auto", "left", "VEC", "ITEMS", "CHUNKS", "SPLITS", "signed", "index_t", "s", "t", "k",
     ];
     if letter_digits || reserved.contains(&cleaned.as_str()) { format!("in_{cleaned}") } else { cleaned }
+}
+
+/// `full` cut so finely that it also lines up with `target`, if that has the same elements.
+fn refined(full: &[i64], folded: &[usize], target: &[i64]) -> (Vec<i64>, Vec<usize>) {
+    let unchanged = (full.to_vec(), folded.to_vec());
+    if numel(full) != numel(target) {
+        return unchanged;
+    }
+    let Some(fine) = refine(full, target) else { return unchanged };
+    let (mut at, mut dims) = (0, vec![]);
+    for (d, &size) in full.iter().enumerate() {
+        let mut product = 1;
+        while product < size && at < fine.len() {
+            product *= fine[at];
+            if folded.contains(&d) {
+                dims.push(at);
+            }
+            at += 1;
+        }
+        if product != size {
+            return unchanged;
+        }
+    }
+    (fine, dims)
 }
 
 impl<'a> Scheduler<'a> {
@@ -482,11 +506,15 @@ impl<'a> Scheduler<'a> {
                 .enumerate()
                 .map(|(k, &v)| (v, if k == 0 { output.clone() } else { format!("{output}{k}_") }))
                 .collect();
+            // Dimensions in which both the folded values and what is stored have simple places.
+            let shape = full.clone();
+            let (full, folded) = refined(&full, &folded, self.ir.shape(outputs[0]));
             let spec = Spec {
                 name,
                 walk,
                 full,
                 folded,
+                shape,
                 stages: stages.clone(),
                 outputs: named.clone(),
                 comment: self.describe(outputs),
@@ -537,6 +565,7 @@ impl<'a> Scheduler<'a> {
             walk: Walk::Elements,
             full: self.ir.shape(outputs[0]).to_vec(),
             folded: vec![],
+            shape: self.ir.shape(outputs[0]).to_vec(),
             stages: vec![],
             outputs: vec![(outputs[0], output.clone())],
             comment: self.describe(outputs),
@@ -594,12 +623,13 @@ impl<'a> Scheduler<'a> {
             if let Some(label) = self.ir.labels.get(&vid)
                 && !matches!(
                     label.as_str(),
-                    "view" | "unsqueeze" | "squeeze" | "t" | "expand" | "permute" | "_unsafe_view"
+                    "view" | "unsqueeze" | "squeeze" | "t" | "expand" | "permute" | "_unsafe_view" | "transpose"
                 )
             {
                 words.push(label);
             }
         }
+        words.dedup();
         if words.is_empty() { "intermediate values".into() } else { words.join(", ") }
     }
 
