@@ -6,7 +6,9 @@
 
 use serde::{Deserialize, Serialize};
 
+mod encode;
 mod validate;
+pub use encode::{Encoded, encode};
 pub use validate::{Limits, Problem, validate};
 
 /// Version of the format. A plan of another version is refused.
