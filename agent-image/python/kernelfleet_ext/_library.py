@@ -30,7 +30,9 @@ def _session(what: str, family: str) -> Session:
     return session
 
 
-def _tensor(what: str, name: str, value: Any, ranks: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
+def _tensor(
+    what: str, name: str, value: torch.Tensor | None, ranks: tuple[int, ...], dtype: torch.dtype | None = None
+) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{what}: {name} is {type(value).__name__}, a tensor is expected")
     if value.dim() not in ranks:
@@ -42,7 +44,9 @@ def _tensor(what: str, name: str, value: Any, ranks: tuple[int, ...], dtype: tor
     return value
 
 
-def _out(what: str, out: Any, shape: Sequence[int], dtype: torch.dtype, layout: Any = None) -> torch.Tensor:
+def _out(
+    what: str, out: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, layout: Any = None
+) -> torch.Tensor:
     if out is None:
         return empty(shape, dtype, layout)
     out = _tensor(what, "out", out, (len(shape),), dtype)
@@ -134,7 +138,7 @@ def _product(
         session.library("matmul", {"a": a, "b": b, "bias": bias, "out": out})
 
 
-def _vector(what: str, bias: Any, length: int, dtype: torch.dtype) -> torch.Tensor:
+def _vector(what: str, bias: torch.Tensor, length: int, dtype: torch.dtype) -> torch.Tensor:
     bias = _tensor(what, "bias", bias, (1,), dtype)
     if bias.shape[0] != length:
         raise ValueError(f"{what}: bias has {bias.shape[0]} elements, the result's dimension {length}")
@@ -235,7 +239,7 @@ def _convolve(
     x_last = last is not None and not x.is_contiguous() and x.is_contiguous(memory_format=last)
     if not x_last and not x.is_contiguous():
         raise ValueError(f"{what}: x must be contiguous or channels-last; its strides are {x.stride()}")
-    layout = last if x_last else torch.contiguous_format
+    layout = last if last is not None and x_last else torch.contiguous_format
     if not weight.is_contiguous(memory_format=layout):
         # A parameter is packed once, for real, and becomes a derived constant; a computed weight can't be.
         weight = weight.contiguous(memory_format=layout)

@@ -6,6 +6,7 @@ properties that the request gave; waiting for it is nothing, timing it or captur
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -107,12 +108,30 @@ def pretend(session: Session) -> None:
     def script(function: Any = None, *_args: Any, **_kwargs: Any) -> Any:
         return (lambda inner: inner) if function is None else function
 
+    def refuse_triton(*_args: Any, **_kwargs: Any) -> Any:
+        session.refuse(
+            "not_expressible",
+            "Triton kernels are not expressible as a plan (process path)",
+            'write the kernel in kernels/x.cu as extern "C" and launch it with kf.load("kernels/x.cu")',
+        )
+
+    triton: Any = sys.modules.get("triton")
+    if triton is not None:
+        triton.jit = refuse_triton
     # What is compiled would be framework operators; uncompiled they are refused at their own line.
-    torch.compile = script
-    torch.jit.script = script
-    torch.utils.cpp_extension = type("cpp_extension", (), {"load": refuse_extension, "load_inline": refuse_extension})
+    framework: Any = torch
+    framework.compile = script
+    framework.jit.script = script
+    framework.utils.cpp_extension = type(
+        "cpp_extension", (), {"load": refuse_extension, "load_inline": refuse_extension}
+    )
     if session.device != "cuda":
         return
+    # Layers that say `cuda` would pack their weights by cuDNN.
+    torch.nn.RNNBase.flatten_parameters = lambda self: None  # type: ignore[method-assign]
+    tensor: Any = torch.Tensor
+    tensor.record_stream = lambda _self, _stream: None
+    torch.backends.cudnn.is_acceptable = lambda _tensor: False
     cuda: Any = torch.cuda
     properties = session.properties
     stream = Stream()

@@ -39,7 +39,14 @@ FILLED: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], Any]] = {
     "new_full": lambda args, kwargs: kwargs["fill_value"] if "fill_value" in kwargs else args[2],
 }
 RANDOM_LIKE = frozenset("rand_like randn_like randint_like".split())
-NO_DRIVER = ("NVIDIA driver", "CUDA error", "CUDA driver", "Torch not compiled with CUDA", "No CUDA GPUs")
+NO_DRIVER = (
+    "NVIDIA driver",
+    "CUDA error",
+    "CUDA driver",
+    "Torch not compiled with CUDA",
+    "No CUDA GPUs",
+    "from the 'CPU' backend",
+)
 NO_MEMORY_BEHIND = (
     "data pointer",
     "tensor subclasses",
@@ -64,7 +71,7 @@ class RecordedTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return dispatch(_active(), func, args, kwargs or {})
@@ -79,7 +86,7 @@ def _active() -> Session:
 
 def wrap(session: Session, store: Store, like: torch.Tensor) -> RecordedTensor:
     """A tensor with the geometry and type of `like` (plain or meta) on `store`."""
-    tensor: RecordedTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    tensor: RecordedTensor = torch.Tensor._make_wrapper_subclass(
         RecordedTensor,
         like.size(),
         strides=like.stride(),
@@ -108,8 +115,8 @@ def from_bytes(session: Session, kind: str, name: Any, shape: Any, strides: Any,
         return wrap(session, store, _geometry(store, shape, strides, 0, dtype))
 
 
-def _geometry(store: Store, shape: Any, strides: Any, offset: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(0, dtype=dtype, device="meta").set_(store.meta, offset, tuple(shape), tuple(strides))
+def _geometry(store: Store, shape: Any, strides: Any, offset: Any, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device="meta").set_(store.meta, int(offset), tuple(shape), tuple(strides))
 
 
 def store_of(session: Session, tensor: torch.Tensor) -> Store | None:
@@ -123,11 +130,13 @@ def store_of(session: Session, tensor: torch.Tensor) -> Store | None:
             storage = tensor.untyped_storage()
         except (RuntimeError, NotImplementedError):
             return None
-        store = session.adopted.get(storage._cdata)
-        if store is None:
-            store = Store(session, "real", storage.nbytes())
-            store.storage = storage
-            session.adopted[storage._cdata] = store
+        known = session.adopted.get(storage._cdata)
+        if known is not None:
+            return known[1]
+        store = Store(session, "real", storage.nbytes())
+        store.storage = storage
+        # The storage stays alive with its entry, even when the store is given other bytes: its address is the key.
+        session.adopted[storage._cdata] = (storage, store)
         return store
 
 
@@ -173,7 +182,7 @@ def dispatch(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[st
         return None
     if name in ALLOCATIONS or name in FILLED:
         return _allocate(session, func, name, args, kwargs, stores)
-    if empty_handed and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+    if empty_handed and torch._C._dispatch_has_kernel_for_dispatch_key(str(func.name()), "CompositeImplicitAutograd"):  # type: ignore[no-untyped-call]
         result = func.decompose(*args, **kwargs)  # only inference mode brings composites here
         if result is not NotImplemented:
             return result
@@ -186,7 +195,7 @@ def dispatch(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[st
     if name == "copy_" and session.phase == "load" and _load(args, stores):
         return args[0]
     if empty_handed or name in RANDOM_LIKE and session.phase == "forward" and empty_handed:
-        _refuse_operator(session, name, func.name(), tensors, stores)
+        _refuse_operator(session, name, str(func.name()), tensors, stores)  # type: ignore[no-untyped-call]
     return _compute(session, func, name, args, kwargs, stores)
 
 
@@ -251,10 +260,13 @@ def _fill(session: Session, name: str, args: Any, stores: dict[int, Store]) -> b
         if isinstance(value, torch.Tensor):
             source = stores.get(id(value))
             # A parameter's value must not become part of the plan: it differs from set to set.
-            if value.numel() != 1 or source is None or not source.has_data or source.from_parameters:
+            single = value.numel() > 0 and all(
+                d == 1 or s == 0 for d, s in zip(value.size(), value.stride(), strict=True)
+            )
+            if not single or source is None or not source.has_data or source.from_parameters:
                 return False
             with quiet():
-                value = _real(source, value, write=False).item()
+                value = _real(source, value, write=False).flatten()[0].item()
     if target.numel():
         bits = pattern(value, target.dtype)
         session.fill(store, target.storage_offset(), tuple(target.size()), tuple(target.stride()), bits)
@@ -337,6 +349,8 @@ def _compute(
         for identity in writes:
             if identity in stores and from_parameters:
                 stores[identity].from_parameters = True
+            if identity in stores and stores[identity].undefined is True:
+                stores[identity].undefined = session.place() or False
         if name in READS and from_parameters and not isinstance(result, torch.Tensor):
             place = session.place()
             if place is not None and len(session.reads) < 20:
@@ -371,11 +385,11 @@ def _refuse_operator(
     )
 
 
-class DispatchLayer(TorchDispatchMode):
+class DispatchLayer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sends every operator through `dispatch`, those without a tensor argument too."""
 
     def __init__(self, session: Session) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._session = session
 
     def __torch_dispatch__(
@@ -464,7 +478,7 @@ def _data_ptr(session: Session, func: Any, tensor: torch.Tensor) -> int:
     store = store_of(session, tensor)
     if store is None:
         return int(func(tensor))
-    return store.address + tensor.storage_offset() * tensor.element_size() if tensor.numel() else 0
+    return store.address + int(tensor.storage_offset()) * tensor.element_size() if tensor.numel() else 0
 
 
 def _numpy(session: Session, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -532,7 +546,7 @@ SPECIAL: dict[Any, Callable[..., Any]] = {
     torch.Tensor.__repr__: _repr,
     torch.Tensor.__format__: _repr,
     torch.Tensor.__dlpack__: _interface,
-    torch.Tensor.__cuda_array_interface__.__get__: _interface,  # type: ignore[attr-defined]
+    torch.Tensor.__cuda_array_interface__.__get__: _interface,
     torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     torch.Tensor.__deepcopy__: _deepcopy,
     torch.Tensor.resize_: _resize,
@@ -551,7 +565,7 @@ _QUICK = frozenset(
     {
         torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
         torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
-        torch.Tensor.device.__get__,  # type: ignore[attr-defined]
+        torch.Tensor.device.__get__,
         torch.Tensor.is_cuda.__get__,  # type: ignore[attr-defined]
         torch.Tensor.ndim.__get__,  # type: ignore[attr-defined]
         torch.Tensor.layout.__get__,  # type: ignore[attr-defined]

@@ -140,7 +140,8 @@ def _run(session: Session, request: Message, state: dict[str, torch.Tensor]) -> 
         model = _guarded(session, "constructor", construct)
         _guarded(session, "load", lambda: model.load_state_dict(state, strict=True))
         result = _guarded(session, "forward", lambda: model(*inputs))
-        return _guarded(session, "forward", lambda: session.outputs(result))
+        described: tuple[list[Any], Any] = _guarded(session, "forward", lambda: session.outputs(result))
+        return described
 
 
 def _import(session: Session) -> ModuleType:

@@ -61,7 +61,8 @@ class Store:
         self.version = 0
         self.from_parameters = kind == "parameter"
         self.fills: list[tuple[int, int, bytes]] = []
-        self.undefined = False
+        self.undefined: Place | bool = False
+        """Where PyTorch wrote into memory that was undefined before; `True` while that is happening."""
         self.key = session.new_key()
         self.address = session.new_address(size)
         self.meta = torch.empty(size, dtype=torch.uint8, device="meta").untyped_storage()
@@ -113,7 +114,7 @@ class Session:
         self.violation: Violation | None = None
         self.phase = "import"
         self.stores: weakref.WeakValueDictionary[int, Store] = weakref.WeakValueDictionary()
-        self.adopted: dict[int, Store] = {}
+        self.adopted: dict[int, tuple[torch.UntypedStorage, Store]] = {}
         self.used: set[Any] = set()
         self.reads: list[str] = []
         self._next_key = 0
@@ -303,7 +304,7 @@ class Session:
         if store is None:
             raise TypeError(f"{what}: a tensor on {tensor.device} with layout {tensor.layout} has no address")
         with torch._C.DisableTorchFunction():
-            return store, tensor.storage_offset()
+            return store, int(tensor.storage_offset())
 
     def reference(self, tensor: torch.Tensor, used: bool) -> dict[str, Any]:
         """A tensor as the plan writes it; `used` when a node is about to read or write it."""
@@ -360,12 +361,15 @@ class Session:
                 "pass it to the kernel that computes it",
             )
         if store.kind == "real" and store.undefined and self.key_of(store) in self.used:
-            self.refuse(
+            place = store.undefined if isinstance(store.undefined, Place) else None
+            self.violation = Violation(
                 "not_expressible",
-                f"{path} was filled in part by PyTorch and then given to a kernel: parts of a plan's output are "
-                "written by kernels alone",
-                "let the kernel write that part too",
+                f"{path} was written by PyTorch first and then given to a kernel: in a plan it would be a constant, "
+                "which no kernel may write",
+                "let the kernel write all of its output, that part too",
+                place,
             )
+            raise Refusal(self.violation)
         return self.reference(tensor, used=False)
 
     # Where the candidate stands -------------------------------------------------------------------------------------

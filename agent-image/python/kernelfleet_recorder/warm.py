@@ -30,7 +30,7 @@ class _Model(torch.nn.Module):
 def warm() -> None:
     """Records the tiny model and throws the result away."""
     # Without a driver the guards that PyTorch puts around calls on `cuda` tensors would raise; this makes them no-ops.
-    torch._C._ensureCUDADeviceGuardSet()  # type: ignore[attr-defined]
+    torch._C._ensureCUDADeviceGuardSet()
     generator = torch.get_rng_state()
     threads = torch.get_num_threads()
     session = Session("cpu", {})
