@@ -49,7 +49,10 @@ def record(request: Message, fds: Sequence[int]) -> tuple[Message, list[int]]:
         request.get("properties"),
         int(limits.get("nodes") or 20_000),
     )
-    state = _state(session, request, fds)
+    try:
+        state = _state(session, request, fds)
+    except OSError as error:
+        raise Refused("memory", f"the parameters can't be mapped: {error}") from error
     printed = files.Capped()
     streams = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = printed, files.Capped()
