@@ -448,7 +448,7 @@ fn one_job(
     let judge =
         Judge::start(&environment.toolchain, options, Slice::new()).map_err(|e| Failure::from(Trouble::from(e)))?;
     let court = Real { judge, modules: environment.python.modules.clone() };
-    let policy = policy::Builtin::new(device, environment, job);
+    let policy = policy::Builtin::new(device, environment);
     let progress = Progress::new(tasks.len());
     let finished = AtomicBool::new(false);
     let outcomes = std::thread::scope(|scope| {
