@@ -13,11 +13,11 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # its threads would start at
 import platform  # noqa: E402
 
 import torch  # noqa: E402
+from kernelfleet_zygote import Channel, Start, serve, serve_ops  # noqa: E402
+from kernelfleet_zygote.wire import Message  # noqa: E402
 
 from kernelfleet_recorder.record import record  # noqa: E402
 from kernelfleet_recorder.warm import warm  # noqa: E402
-from kernelfleet_zygote import Channel, Start, serve, serve_ops  # noqa: E402
-from kernelfleet_zygote.wire import Message  # noqa: E402
 
 
 def child_main(channel: Channel, start: Start) -> None:

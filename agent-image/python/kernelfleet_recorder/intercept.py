@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
+from kernelfleet_ext import _session
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernelfleet_ext import _session
 from kernelfleet_recorder.refusal import COPY, READS, Refusal, hint_for
 from kernelfleet_recorder.session import Session, Store, pattern
 

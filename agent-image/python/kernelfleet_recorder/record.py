@@ -14,13 +14,13 @@ from types import ModuleType
 from typing import Any
 
 import torch
-
 from kernelfleet_ext import _session
+from kernelfleet_zygote.wire import Memory, Message, Refused, close_all
+
 from kernelfleet_recorder import cuda, files
 from kernelfleet_recorder.intercept import DispatchLayer, FunctionLayer, data_less, from_bytes
 from kernelfleet_recorder.refusal import Refusal, Violation
 from kernelfleet_recorder.session import BY_NAME, PHASES, Session
-from kernelfleet_zygote.wire import Memory, Message, Refused, close_all
 
 ENTRY = "model_new.py"
 MAX_FILES = 256

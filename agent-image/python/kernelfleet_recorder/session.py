@@ -24,8 +24,8 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
-
 from kernelfleet_ext._session import Scalar, Source
+
 from kernelfleet_recorder.plan import PlanWriter, runs
 from kernelfleet_recorder.refusal import Place, Refusal, Violation
 

@@ -7,8 +7,8 @@ an OpenMP region hangs in its own first), the generator as it was.
 from __future__ import annotations
 
 import torch
-
 from kernelfleet_ext import _session
+
 from kernelfleet_recorder.intercept import DispatchLayer, FunctionLayer, data_less
 from kernelfleet_recorder.session import Session
 
