@@ -51,6 +51,16 @@ const NOBODY: &[c_long] = &[
     libc::SYS_open_tree,
     libc::SYS_fsopen,
     libc::SYS_fsmount,
+    libc::SYS_fsconfig,
+    libc::SYS_fspick,
+    libc::SYS_mount_setattr,
+    libc::SYS_fanotify_init,
+    libc::SYS_kexec_file_load,
+    libc::SYS_syslog,
+    libc::SYS_vhangup,
+    libc::SYS_move_pages,
+    libc::SYS_migrate_pages,
+    libc::SYS_process_mrelease,
     libc::SYS_unshare,
     libc::SYS_setns,
     libc::SYS_init_module,
@@ -88,15 +98,33 @@ const ABSENT: &[c_long] =
     &[libc::SYS_clone3, libc::SYS_io_uring_setup, libc::SYS_io_uring_enter, libc::SYS_io_uring_register];
 
 /// Ways to leave a session or to signal others: for children that start no processes.
-const SIGNALS: &[c_long] = &[libc::SYS_setsid, libc::SYS_setpgid, libc::SYS_kill, libc::SYS_tkill];
+const SIGNALS: &[c_long] = &[
+    libc::SYS_setsid,
+    libc::SYS_setpgid,
+    libc::SYS_kill,
+    libc::SYS_tkill,
+    libc::SYS_rt_sigqueueinfo,
+    libc::SYS_rt_tgsigqueueinfo,
+];
+
+/// Flags of `clone` that make a namespace: in one of its own a child would be root again.
+const NAMESPACES: i32 = libc::CLONE_NEWNS
+    | libc::CLONE_NEWCGROUP
+    | libc::CLONE_NEWUTS
+    | libc::CLONE_NEWIPC
+    | libc::CLONE_NEWUSER
+    | libc::CLONE_NEWPID
+    | libc::CLONE_NEWNET;
 
 /// Programs are started by name of these.
 const EXEC: &[c_long] = &[libc::SYS_execve, libc::SYS_execveat];
 
 #[derive(Clone, Copy)]
 struct Role {
-    /// May start processes and programs.
+    /// May start processes.
     processes: bool,
+    /// May start a program in its place. A filter that is laid on before the program itself starts must allow that one.
+    programs: bool,
     /// May open local sockets; others it never may.
     unix: bool,
 }
@@ -129,8 +157,17 @@ fn program(role: Role) -> Vec<sock_filter> {
     for call in NOBODY {
         refuse(&mut program, *call, libc::EPERM);
     }
+    #[cfg(target_arch = "x86_64")]
+    for call in [libc::SYS_iopl, libc::SYS_ioperm, libc::SYS_modify_ldt] {
+        refuse(&mut program, call, libc::EPERM);
+    }
+    if !role.programs {
+        for call in EXEC {
+            refuse(&mut program, *call, libc::EPERM);
+        }
+    }
     if !role.processes {
-        for call in SIGNALS.iter().chain(EXEC) {
+        for call in SIGNALS {
             refuse(&mut program, *call, libc::EPERM);
         }
         #[cfg(target_arch = "x86_64")]
@@ -142,6 +179,15 @@ fn program(role: Role) -> Vec<sock_filter> {
             instruction(JEQ_K, 0, 4, number(libc::SYS_clone)),
             instruction(LD_W_ABS, 0, 0, ARG0),
             instruction(JSET_K, 1, 0, number(c_long::from(libc::CLONE_THREAD))),
+            instruction(RET_K, 0, 0, ERRNO | number(c_long::from(libc::EPERM))),
+            instruction(RET_K, 0, 0, ALLOW),
+        ]);
+    }
+    if role.processes {
+        program.extend([
+            instruction(JEQ_K, 0, 4, number(libc::SYS_clone)),
+            instruction(LD_W_ABS, 0, 0, ARG0),
+            instruction(JSET_K, 0, 1, number(c_long::from(NAMESPACES))),
             instruction(RET_K, 0, 0, ERRNO | number(c_long::from(libc::EPERM))),
             instruction(RET_K, 0, 0, ALLOW),
         ]);
@@ -162,31 +208,59 @@ fn program(role: Role) -> Vec<sock_filter> {
 /// A recording of a candidate: Python, no processes, no sockets.
 #[must_use]
 pub fn recorder() -> Vec<u8> {
-    bytes(&program(Role { processes: false, unix: false }))
+    bytes(&program(Role { processes: false, programs: false, unix: false }))
 }
 
 /// A compiler on hostile sources.
 #[must_use]
 pub fn builder() -> Vec<u8> {
-    bytes(&program(Role { processes: true, unix: false }))
+    bytes(&program(Role { processes: true, programs: true, unix: false }))
 }
 
-/// A candidate's library on the CPU: threads, no processes, no sockets.
+/// A candidate's library on the CPU: threads, no processes, no sockets. The runner forbids programs itself, with
+/// `forbid_programs`, before it loads the library.
 #[must_use]
 pub fn runner_cpu() -> Vec<u8> {
-    bytes(&program(Role { processes: false, unix: false }))
+    bytes(&program(Role { processes: false, programs: true, unix: false }))
 }
 
 /// The GPU runner: the driver may open local sockets.
 #[must_use]
 pub fn runner_cuda() -> Vec<u8> {
-    bytes(&program(Role { processes: false, unix: true }))
+    bytes(&program(Role { processes: false, programs: true, unix: true }))
 }
 
 /// A reference host: it compiles, so it starts processes.
 #[must_use]
 pub fn host() -> Vec<u8> {
-    bytes(&program(Role { processes: true, unix: true }))
+    bytes(&program(Role { processes: true, programs: true, unix: true }))
+}
+
+/// Takes from this process, all its threads included, the right to start programs. For good.
+///
+/// # Errors
+/// When the kernel refuses the filter.
+pub fn forbid_programs() -> std::io::Result<()> {
+    let mut program = vec![instruction(LD_W_ABS, 0, 0, NR)];
+    for call in EXEC {
+        refuse(&mut program, *call, libc::EPERM);
+    }
+    program.push(instruction(RET_K, 0, 0, ALLOW));
+    let filter = libc::sock_fprog { len: u16::try_from(program.len()).unwrap_or(0), filter: program.as_mut_ptr() };
+    // SAFETY: the first call takes numbers; the second reads `filter` and the program that it points to, both alive.
+    unsafe {
+        if libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) < 0
+            || libc::syscall(
+                libc::SYS_seccomp,
+                libc::SECCOMP_SET_MODE_FILTER,
+                libc::SECCOMP_FILTER_FLAG_TSYNC,
+                &raw const filter,
+            ) != 0
+        {
+            return Err(std::io::Error::last_os_error());
+        }
+    }
+    Ok(())
 }
 
 /// The program as an array of `struct sock_filter`, in this machine's byte order.
@@ -202,4 +276,102 @@ fn bytes(program: &[sock_filter]) -> Vec<u8> {
             raw
         })
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Runs a filter as the kernel would: what becomes of call `nr` with first argument `arg0`.
+    fn decide(program: &[sock_filter], arch: u32, nr: u32, arg0: u32) -> u32 {
+        let (mut at, mut word) = (0, 0);
+        loop {
+            let i = program[at];
+            at += 1;
+            let jump = |taken: bool| usize::from(if taken { i.jt } else { i.jf });
+            match i.code {
+                LD_W_ABS => {
+                    word = match i.k {
+                        NR => nr,
+                        ARCH => arch,
+                        ARG0 => arg0,
+                        other => unreachable!("offset {other}"),
+                    }
+                }
+                JEQ_K => at += jump(word == i.k),
+                JGE_K => at += jump(word >= i.k),
+                JSET_K => at += jump(word & i.k != 0),
+                RET_K => return i.k,
+                other => unreachable!("code {other}"),
+            }
+        }
+    }
+
+    const ROLES: [Role; 5] = [
+        Role { processes: false, programs: false, unix: false },
+        Role { processes: false, programs: true, unix: false },
+        Role { processes: false, programs: true, unix: true },
+        Role { processes: true, programs: true, unix: false },
+        Role { processes: true, programs: true, unix: true },
+    ];
+
+    fn call(role: Role, nr: c_long, arg0: i32) -> u32 {
+        decide(&program(role), AUDIT_ARCH, number(nr), arg0.cast_unsigned())
+    }
+
+    fn refused(errno: i32) -> u32 {
+        ERRNO | errno.cast_unsigned()
+    }
+
+    #[test]
+    fn every_role_hides_what_no_child_has_a_use_for() {
+        for role in ROLES {
+            for nr in NOBODY {
+                assert_eq!(call(role, *nr, 0), refused(libc::EPERM), "{nr}");
+            }
+            for nr in ABSENT {
+                assert_eq!(call(role, *nr, 0), refused(libc::ENOSYS), "{nr}");
+            }
+            for nr in
+                [libc::SYS_read, libc::SYS_mmap, libc::SYS_openat, libc::SYS_ioctl, libc::SYS_futex, libc::SYS_tgkill]
+            {
+                assert_eq!(call(role, nr, 0), ALLOW, "{nr}");
+            }
+            assert_eq!(decide(&program(role), 0x4000_0003, 11, 0), KILL_PROCESS, "a 32-bit call");
+            assert_eq!(decide(&program(role), AUDIT_ARCH, X32 | 59, 0), KILL_PROCESS, "a call of the x32 ABI");
+        }
+    }
+
+    #[test]
+    fn only_roles_with_processes_start_them_and_none_makes_a_namespace() {
+        for role in ROLES {
+            let may = if role.processes { ALLOW } else { refused(libc::EPERM) };
+            for (nr, arg0) in [(libc::SYS_kill, 1), (libc::SYS_setsid, 0), (libc::SYS_clone, libc::SIGCHLD)] {
+                assert_eq!(call(role, nr, arg0), may, "{nr}");
+            }
+            let may = if role.programs { ALLOW } else { refused(libc::EPERM) };
+            for nr in [libc::SYS_execve, libc::SYS_execveat] {
+                assert_eq!(call(role, nr, 0), may, "{nr}");
+            }
+            let thread = libc::CLONE_VM | libc::CLONE_FS | libc::CLONE_SIGHAND | libc::CLONE_THREAD;
+            assert_eq!(call(role, libc::SYS_clone, thread), ALLOW);
+            for flag in [libc::CLONE_NEWUSER, libc::CLONE_NEWNET, libc::CLONE_NEWPID, libc::CLONE_NEWNS] {
+                assert_eq!(call(role, libc::SYS_clone, flag | libc::SIGCHLD), refused(libc::EPERM));
+            }
+        }
+    }
+
+    #[test]
+    fn sockets_are_local_or_none() {
+        for role in ROLES {
+            let unix = if role.unix { ALLOW } else { refused(libc::EPERM) };
+            assert_eq!(call(role, libc::SYS_socket, libc::AF_UNIX), unix);
+            for family in
+                [libc::AF_INET, libc::AF_INET6, libc::AF_NETLINK, libc::AF_PACKET, libc::AF_VSOCK, libc::AF_ALG]
+            {
+                assert_eq!(call(role, libc::SYS_socket, family), refused(libc::EPERM), "{family}");
+            }
+            assert_eq!(call(role, libc::SYS_socketpair, libc::AF_UNIX), ALLOW);
+        }
+    }
 }

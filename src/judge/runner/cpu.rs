@@ -563,6 +563,8 @@ impl SharedLibrary {
         let mut memory = std::fs::File::from(memory);
         memory.write_all(&bytes).map_err(|e| failed(e.to_string()))?;
         let name = CString::new(format!("/proc/self/fd/{}", memory.as_raw_fd())).map_err(|e| failed(e.to_string()))?;
+        // The runner itself was started by an exec, so its filter allows one; the candidate gets none.
+        crate::sandbox::seccomp::forbid_programs().map_err(|e| failed(format!("can't be confined: {e}")))?;
         // SAFETY: `name` is a valid C string. Loading runs the library's constructors: hostile, as expected here.
         let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
         if handle.is_null() {
