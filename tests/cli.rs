@@ -1,0 +1,157 @@
+//! The program as a person meets it: what it prints, where, and with which exit status. Nothing is judged here.
+
+#![allow(clippy::unwrap_used, clippy::panic)]
+
+use std::path::Path;
+use std::process::{Command, Output};
+
+fn kernelfleet(arguments: &[&str], home: &Path) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_kernelfleet"))
+        .args(arguments)
+        .env("KERNELFLEET_CACHE", home.join("cache"))
+        .current_dir(env!("CARGO_MANIFEST_DIR"))
+        .output()
+        .unwrap()
+}
+
+fn says(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+#[test]
+fn a_manifest_with_flaws_is_refused_with_status_2_and_every_line() {
+    let home = tempfile::tempdir().unwrap();
+    let file = home.path().join("job.yaml");
+    std::fs::write(
+        &file,
+        "apiVersion: kernelfleet.dev/v1alpha1\nkind: OptimizationJob\nmetadata: {name: x}\nspec:\n  tasks:\n    taskSet: {name: a}\n  agent:\n    maxTurn: 3\n  judge: {inputs: 1}\n",
+    )
+    .unwrap();
+    let output = kernelfleet(&["run", file.to_str().unwrap()], home.path());
+    assert_eq!(output.status.code(), Some(2));
+    assert!(output.stdout.is_empty());
+    assert!(says(&output).contains("job.yaml:8:5: spec.agent.maxTurn: unknown field; did you mean `maxTurns`?"));
+    assert!(says(&output).contains("job.yaml:9:11: spec.judge.inputs: 1 is out of bounds, 2 to 64 is allowed"));
+}
+
+#[test]
+fn a_job_that_this_machine_cannot_run_says_which_field_and_what_to_do() {
+    let home = tempfile::tempdir().unwrap();
+    let file = home.path().join("job.yaml");
+    let job = |policy: &str, rest: &str| {
+        format!(
+            "apiVersion: kernelfleet.dev/v1alpha1\nkind: OptimizationJob\nmetadata: {{name: x}}\nspec:\n  tasks:\n    taskSet: {{name: a}}\n  policy: {policy}\n{rest}"
+        )
+    };
+    let run = |text: String, more: &[&str]| {
+        std::fs::write(&file, text).unwrap();
+        let mut arguments = vec!["run", file.to_str().unwrap(), "--device", "cpu"];
+        arguments.extend(more);
+        let output = kernelfleet(&arguments, home.path());
+        assert_eq!(output.status.code(), Some(2), "{}", says(&output));
+        says(&output)
+    };
+    assert!(
+        run(job("{builtin: {}}", ""), &[])
+            .contains("spec.tasks.taskSet: a local run has no TaskSet `a`; name its files with --tasks")
+    );
+    let tasks = ["--tasks", "examples/tasks"];
+    assert!(
+        run(job("{endpoint: {name: a, model: b}}", ""), &tasks)
+            .contains("spec.policy.endpoint: a local run has no model yet")
+    );
+    let enforced = run(job("{builtin: {}}", "  judge: {minimumGrade: enforced}\n"), &tasks);
+    assert!(enforced.contains("spec.judge.minimumGrade: verdicts of the cpu device are `observed`"));
+}
+
+#[test]
+fn a_folder_that_is_no_candidate_is_named() {
+    let home = tempfile::tempdir().unwrap();
+    let folder = home.path().to_str().unwrap();
+    let output = kernelfleet(&["judge", "--task", "examples/tasks/softmax.py", "--candidate", folder], home.path());
+    assert_eq!(output.status.code(), Some(2));
+    assert!(says(&output).contains("has no model_new.py, the file that defines ModelNew"));
+    let output = kernelfleet(&["judge", "--task", "no/such.py", "--candidate", folder], home.path());
+    assert!(says(&output).contains("no/such.py can't be read"));
+}
+
+#[test]
+fn tasks_are_checked_by_syntax_without_running_them() {
+    let home = tempfile::tempdir().unwrap();
+    let output = kernelfleet(&["task", "check", "examples/tasks", "--static", "-o", "json"], home.path());
+    assert!(output.status.success(), "{}", says(&output));
+    let checked: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(checked.as_array().unwrap().len(), 8);
+    let bad = home.path().join("bad.py");
+    std::fs::write(&bad, "import torch\nclass Model(torch.nn.Module):\n    def forward(self, x) return x\n").unwrap();
+    let output = kernelfleet(&["task", "check", bad.to_str().unwrap(), "--static"], home.path());
+    assert_eq!(output.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&output.stdout).contains("bad.py:3: syntax error"));
+}
+
+#[test]
+fn a_task_is_written_around_a_module_and_a_missing_package_is_named() {
+    let home = tempfile::tempdir().unwrap();
+    let file = home.path().join("gelu.py");
+    let path = file.to_str().unwrap();
+    let written = [
+        "task",
+        "init",
+        "--module",
+        "torch.nn.GELU",
+        "--shape",
+        "16,1024",
+        "--arguments",
+        "approximate='tanh'",
+        "-o",
+        path,
+    ];
+    let output = kernelfleet(&written, home.path());
+    assert!(output.status.success(), "{}", says(&output));
+    assert!(std::fs::read_to_string(&file).unwrap().contains("Subject(*args, approximate='tanh')"));
+    let again = kernelfleet(&written, home.path());
+    assert!(says(&again).contains("is there already; --force overwrites it"));
+    let missing = kernelfleet(
+        &["task", "init", "--module", "flash_attn:Layer", "--shape", "1", "-o", path, "--force"],
+        home.path(),
+    );
+    assert_eq!(missing.status.code(), Some(2));
+    assert!(says(&missing).contains("the package flash_attn is not installed"));
+    let typo = kernelfleet(
+        &["task", "init", "--module", "torch.nn.GELUU", "--shape", "1", "-o", path, "--force"],
+        home.path(),
+    );
+    assert!(says(&typo).contains("torch.nn has no torch.nn.Module called GELUU"));
+}
+
+#[test]
+fn the_doctor_answers_in_json_too() {
+    let home = tempfile::tempdir().unwrap();
+    let output = kernelfleet(&["doctor", "-o", "json"], home.path());
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert!(report["findings"].as_array().unwrap().iter().any(|f| f["name"] == "python"));
+}
+
+#[test]
+fn definitions_are_printed_as_yaml_documents() {
+    let home = tempfile::tempdir().unwrap();
+    let output = kernelfleet(&["crds"], home.path());
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(text.starts_with("---\n") && text.contains("kind: CustomResourceDefinition"));
+}
+
+#[test]
+fn a_machine_without_pytorch_is_told_what_to_do() {
+    let home = tempfile::tempdir().unwrap();
+    let output = Command::new(env!("CARGO_BIN_EXE_kernelfleet"))
+        .args(["judge", "--task", "examples/tasks/softmax.py", "--candidate", "tests/corpus/honest/softmax_rows"])
+        .env("KERNELFLEET_CACHE", home.path())
+        .env("KERNELFLEET_PYTHON", "/usr/bin/env")
+        .current_dir(env!("CARGO_MANIFEST_DIR"))
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    assert!(says(&output).contains(
+        "KERNELFLEET_PYTHON says /usr/bin/env, which is not a Python that has PyTorch; correct it or unset it"
+    ));
+}
