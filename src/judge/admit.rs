@@ -1008,4 +1008,4 @@ pub fn check_launch(image: &Image, launch: &Launch) -> Result<Vec<Encoded>, Refu
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

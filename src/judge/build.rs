@@ -1,13 +1,14 @@
 //! The builder: a candidate's sources in, a device image or shared library out.
 //!
 //! Knows compilers and how they are confined; the sources are hostile input. Must not know what an image does.
-//! Equal sources give equal images, since compilers run in the sources' folder under relative names. Only this
+//! Equal sources give equal images: compilers see relative names in a folder whose path depends on the sources. Only this
 //! file writes the build cache; an entry carries the digest of its content and is rebuilt when it does not fit.
 
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::Read;
-use std::path::{Path, PathBuf};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Component, Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -19,6 +20,10 @@ use crate::sandbox::{self, Confinement, Limits, seccomp};
 
 /// Longest that one compilation may take.
 const LIMIT: Duration = Duration::from_secs(120);
+/// Largest image, bytes; a card's are limited further when they are admitted.
+const IMAGE: u64 = 256 << 20;
+/// What the compiler is told to write.
+const OUTPUT: &str = "kernelfleet.out";
 /// Longest diagnostics that reach a verdict, bytes.
 const DIAGNOSTICS: usize = 4000;
 
@@ -52,12 +57,14 @@ pub enum BuildError {
 pub struct Builder {
     toolchain: Toolchain,
     cache: PathBuf,
+    limit: Duration,
+    processor: String,
 }
 
 impl Builder {
     #[must_use]
     pub fn new(toolchain: &Toolchain, cache: &Path) -> Self {
-        Self { toolchain: toolchain.clone(), cache: cache.to_owned() }
+        Self { toolchain: toolchain.clone(), cache: cache.to_owned(), limit: LIMIT, processor: processor() }
     }
 
     /// Builds one module for `arch` (`sm_90a`, or the CPU's).
@@ -84,11 +91,12 @@ impl Builder {
             arch.as_bytes(),
             version.map_or("", String::as_str).as_bytes(),
             if device == Device::Cpu { header.as_slice() } else { b"" },
+            if device == Device::Cpu { self.processor.as_bytes() } else { b"" },
         ]);
         if let Some((image, digest)) = self.cached(&key) {
             return Ok(Built { image, digest, seconds: start.elapsed().as_secs_f64(), cached: true });
         }
-        let image = self.compile(&compiler, &arguments, files, device)?;
+        let image = self.compile(&key, &compiler, &arguments, files, device)?;
         let found = digest([image.as_slice()]);
         self.store(&key, &image, &found);
         Ok(Built { image: image.into(), digest: found, seconds: start.elapsed().as_secs_f64(), cached: false })
@@ -140,7 +148,7 @@ impl Builder {
         };
         arguments.extend(module.defines.iter().map(|(name, value)| format!("-D{name}={value}")));
         arguments.extend(module.flags.iter().cloned());
-        arguments.extend(["-o".into(), "kernelfleet.out".into(), module.path.clone()]);
+        arguments.extend(["-o".into(), OUTPUT.into(), module.path.clone()]);
         Ok((compiler, arguments))
     }
 
@@ -166,20 +174,34 @@ impl Builder {
 
     fn compile(
         &self,
+        key: &str,
         compiler: &Path,
         arguments: &[String],
         files: &BTreeMap<String, String>,
         device: Device,
     ) -> Result<Vec<u8>, BuildError> {
         let fault = |what: &str, e: &dyn std::fmt::Display| BuildError::Fault(format!("{what}: {e}"));
+        // nvcc hashes the folder's real path into names of internal linkage, so the path comes from the sources: equal
+        // sources give equal images. Where that folder is taken, by a build of the same at the same time or by what
+        // died in one, those names differ and nothing else does.
+        let prefix = format!("kernelfleet-build-{}", key.get(..24).unwrap_or(key));
         let folder = tempfile::Builder::new()
-            .prefix("kernelfleet-build-")
+            .prefix(&prefix)
+            .rand_bytes(0)
             .tempdir()
+            .or_else(|_| tempfile::Builder::new().prefix(&prefix).tempdir())
             .map_err(|e| fault("no folder to build in", &e))?;
         let work = folder.path().join("work");
         let temp = folder.path().join("tmp");
         fs::create_dir(&temp).map_err(|e| fault("no folder to build in", &e))?;
         for (name, text) in files.iter().filter(|f| !f.0.ends_with(".py")) {
+            if !inside(name) {
+                return Err(BuildError::Refused {
+                    message: format!("{name:?} is not a path inside the candidate's folder"),
+                    file: Some(name.clone()),
+                    line: None,
+                });
+            }
             let path = work.join(name);
             fs::create_dir_all(path.parent().unwrap_or(&work))
                 .and_then(|()| fs::write(&path, text))
@@ -218,7 +240,7 @@ impl Builder {
             })
         })
         .collect();
-        let end = Instant::now() + LIMIT;
+        let end = Instant::now() + self.limit;
         let status = loop {
             match child.try_wait() {
                 Ok(Some(status)) => break Some(status),
@@ -236,7 +258,7 @@ impl Builder {
             .collect();
         let Some(status) = status else {
             return Err(BuildError::Refused {
-                message: format!("the compiler did not end within {} s", LIMIT.as_secs()),
+                message: format!("the compiler did not end within {} s", self.limit.as_secs()),
                 file: None,
                 line: None,
             });
@@ -244,7 +266,7 @@ impl Builder {
         if !status.success() {
             return Err(diagnostics(&said, files, &status.to_string()));
         }
-        fs::read(work.join("kernelfleet.out")).map_err(|e| fault("the compiler left no output", &e))
+        take(&work.join(OUTPUT)).map_err(|e| fault("the compiler left no output", &e))
     }
 
     fn confinement(&self, device: Device, folder: &Path, work: &Path, temp: &Path) -> Confinement {
@@ -269,10 +291,10 @@ impl Builder {
             seccomp: Some(seccomp::builder()),
             limits: Limits {
                 address_space: Some(16 << 30),
-                fsize: 256 << 20,
+                fsize: IMAGE,
                 nproc: base.user.map(|_| 64),
                 nofile: 256,
-                cpu: Some(LIMIT.as_secs()),
+                cpu: Some(self.limit.as_secs()),
                 ..Limits::default()
             },
             cwd: Some(work.to_owned()),
@@ -287,6 +309,38 @@ impl Builder {
             ..base
         }
     }
+}
+
+/// Whether a name stays in the folder that it is laid out in.
+fn inside(name: &str) -> bool {
+    !name.is_empty()
+        && name.len() <= 1024
+        && !name.bytes().any(|b| b < 0x20)
+        && name != OUTPUT
+        && Path::new(name).components().all(|c| matches!(c, Component::Normal(_)))
+}
+
+/// Reads what a hostile process may have left in place of an image: a link or a pipe is none.
+fn take(path: &Path) -> std::io::Result<Vec<u8>> {
+    let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_CLOEXEC;
+    let file = fs::OpenOptions::new().read(true).custom_flags(flags).open(path)?;
+    let about = file.metadata()?;
+    if !about.is_file() || about.len() == 0 || about.len() > IMAGE {
+        return Err(std::io::Error::other("it is no file of a size that an image has"));
+    }
+    let mut image = Vec::new();
+    file.take(IMAGE).read_to_end(&mut image)?;
+    Ok(image)
+}
+
+/// What `-march=native` means on this machine: a cache may be shared with another.
+fn processor() -> String {
+    let text = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let told = |line: &&str| ["model name", "flags", "Features", "CPU part"].iter().any(|k| line.starts_with(k));
+    let mut lines: Vec<&str> = text.lines().filter(told).collect();
+    lines.sort_unstable();
+    lines.dedup();
+    lines.join("\n")
 }
 
 fn walk(folder: &Path) -> Vec<PathBuf> {
@@ -338,40 +392,4 @@ fn diagnostics(said: &str, files: &BTreeMap<String, String>, status: &str) -> Bu
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn lines_of_other_files_are_not_quoted() {
-        let files = [("kernels/a.cpp".to_owned(), String::new())].into();
-        let said = "In file included from kernels/a.cpp:1:\n/etc/passwd:1:1: error: 'root' does not name a type\n    1 | root:x:0:0:root:/root\nkernels/a.cpp:7:2: error: expected ';'\n    7 | int x\n";
-        let BuildError::Refused { message, file, line } = diagnostics(said, &files, "1") else { panic!("refused") };
-        assert!(!message.contains("root"), "{message}");
-        assert_eq!((file.as_deref(), line), (Some("kernels/a.cpp"), Some(7)));
-    }
-
-    #[test]
-    fn an_entry_of_the_cache_that_was_changed_is_not_used() {
-        let folder = tempfile::tempdir().unwrap();
-        let toolchain = Toolchain {
-            python: PathBuf::new(),
-            python_read: vec![],
-            agent_image: PathBuf::new(),
-            nvcc: None,
-            cxx: None,
-            libraries: super::super::toolchain::CudaLibraries::default(),
-            cache: folder.path().into(),
-            program: PathBuf::new(),
-            threads: 1,
-            versions: BTreeMap::new(),
-        };
-        let builder = Builder::new(&toolchain, folder.path());
-        builder.store("k", b"image", &digest([b"image".as_slice()]));
-        assert!(builder.cached("k").is_some());
-        let path = folder.path().join("k");
-        let mut bytes = fs::read(&path).unwrap();
-        *bytes.last_mut().unwrap() ^= 1;
-        fs::write(&path, bytes).unwrap();
-        assert!(builder.cached("k").is_none());
-    }
-}
+mod tests;

@@ -8,7 +8,7 @@ use super::*;
 use crate::plan::Arg;
 
 /// nvcc of the project's own environment, of the search path, or of a system-wide installation.
-fn nvcc() -> Option<PathBuf> {
+pub(in crate::judge) fn nvcc() -> Option<PathBuf> {
     let below = |folder: &Path| -> Vec<PathBuf> {
         std::fs::read_dir(folder).into_iter().flatten().flatten().map(|e| e.path()).collect()
     };
