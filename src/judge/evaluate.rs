@@ -118,7 +118,7 @@ impl Budget {
                 scaled: true,
                 blocks: if cpu { 8 } else { 3 },
                 block: if cpu { 4 } else { 10 },
-                seconds: if cpu { 10.0 } else { 4.0 },
+                seconds: options.measure_seconds.unwrap_or(if cpu { 10.0 } else { 4.0 }),
                 width: 0.01,
                 compile: options.compile,
             },

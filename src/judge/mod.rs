@@ -78,6 +78,8 @@ pub struct Options {
     pub inputs: usize,
     /// Measure `torch.compile` too.
     pub compile: bool,
+    /// Longest that measuring one candidate may go on beyond the least number of blocks, seconds.
+    pub measure_seconds: Option<f64>,
 }
 
 impl Default for Options {
@@ -89,6 +91,7 @@ impl Default for Options {
             libraries: vec!["matmul".into(), "conv".into()],
             inputs: 5,
             compile: true,
+            measure_seconds: None,
         }
     }
 }

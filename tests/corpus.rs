@@ -1,0 +1,106 @@
+//! Candidates of known worth, judged for real on the CPU device: honest ones of unusual make must be accepted,
+//! hostile ones refused for the stated reason. A case is a folder under `tests/corpus/{honest,hostile}` with
+//! `task.py`, the candidate's files, and `case.json` (`about`, `expect`).
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use kernelfleet::judge::{Candidate, Device, Effort, Judge, Options, Slice, TaskSource, Verdict};
+use kernelfleet::local::environment;
+use serde_json::Value;
+
+struct Case {
+    name: String,
+    task: TaskSource,
+    candidate: Candidate,
+    expect: Value,
+}
+
+fn files(folder: &Path, root: &Path, found: &mut BTreeMap<String, String>) {
+    for entry in fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.strip_prefix(root).unwrap().display().to_string();
+        if path.is_dir() {
+            files(&path, root, found);
+        } else if name != "task.py" && name != "case.json" {
+            found.insert(name, fs::read_to_string(&path).unwrap());
+        }
+    }
+}
+
+fn cases(kind: &str) -> Vec<Case> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus").join(kind);
+    let mut folders: Vec<PathBuf> = fs::read_dir(&folder).unwrap().map(|e| e.unwrap().path()).collect();
+    folders.sort();
+    folders
+        .into_iter()
+        .filter(|f| f.join("case.json").exists())
+        .map(|folder| {
+            let mut candidate = Candidate::default();
+            files(&folder, &folder, &mut candidate.files);
+            let case: Value = serde_json::from_slice(&fs::read(folder.join("case.json")).unwrap()).unwrap();
+            Case {
+                name: folder.file_name().unwrap().to_string_lossy().into_owned(),
+                task: TaskSource {
+                    name: "task".into(),
+                    path: folder.join("task.py"),
+                    source: fs::read_to_string(folder.join("task.py")).unwrap(),
+                },
+                candidate,
+                expect: case["expect"].clone(),
+            }
+        })
+        .collect()
+}
+
+/// What is wrong with a verdict, if anything.
+fn complaint(expect: &Value, verdict: &Verdict) -> Option<String> {
+    if Some(verdict.correct) != expect["correct"].as_bool() || (verdict.reward == -1) == verdict.correct {
+        return Some(format!("judged correct={} ({:?})", verdict.correct, verdict.reason));
+    }
+    let wanted: Vec<&str> = match &expect["code"] {
+        Value::String(code) => vec![code],
+        Value::Array(codes) => codes.iter().filter_map(Value::as_str).collect(),
+        _ => return None,
+    };
+    let code = verdict.reason.as_ref().map_or("", |r| r.code.as_str());
+    if wanted.contains(&code) { None } else { Some(format!("refused as {code}, not {wanted:?}: {:?}", verdict.reason)) }
+}
+
+fn judge_all(kind: &str) {
+    let found = environment::discover().expect("the environment of `make env`");
+    let options = Options { compile: false, device: Device::Cpu, measure_seconds: Some(0.0), ..Options::default() };
+    let judge = Judge::start(&found.toolchain, options, Slice::new()).expect("a judge of the CPU device");
+    let only = std::env::var("CORPUS_ONLY").ok();
+    let mut wrong = Vec::new();
+    let mut judged = 0;
+    for case in cases(kind) {
+        if only.as_ref().is_some_and(|o| !case.name.contains(o.as_str())) {
+            continue;
+        }
+        judged += 1;
+        let start = std::time::Instant::now();
+        let outcome = judge.open(&case.task).and_then(|mut session| session.judge(&case.candidate, Effort::Final));
+        let said = match outcome {
+            Ok(verdict) => complaint(&case.expect, &verdict),
+            Err(error) => Some(format!("no verdict: {error}")),
+        };
+        println!("{kind}/{}: {:.1} s: {}", case.name, start.elapsed().as_secs_f64(), said.as_deref().unwrap_or("as expected"));
+        wrong.extend(said.map(|s| format!("{}: {s}", case.name)));
+    }
+    assert!(judged > 0, "no case was judged");
+    assert!(wrong.is_empty(), "{} of {judged} cases:\n{}", wrong.len(), wrong.join("\n"));
+}
+
+#[test]
+fn every_honest_candidate_of_unusual_make_is_accepted() {
+    judge_all("honest");
+}
+
+#[test]
+fn every_hostile_candidate_is_refused_for_its_reason() {
+    judge_all("hostile");
+}
