@@ -71,7 +71,8 @@ fn complaint(expect: &Value, verdict: &Verdict) -> Option<String> {
 }
 
 fn judge_all(kind: &str) {
-    let found = environment::discover().expect("the environment of `make env`");
+    let mut found = environment::discover().expect("the environment of `make env`");
+    found.toolchain.program = PathBuf::from(env!("CARGO_BIN_EXE_kernelfleet"));
     let options = Options { compile: false, device: Device::Cpu, measure_seconds: Some(0.0), ..Options::default() };
     let judge = Judge::start(&found.toolchain, options, Slice::new()).expect("a judge of the CPU device");
     let only = std::env::var("CORPUS_ONLY").ok();

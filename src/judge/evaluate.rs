@@ -543,6 +543,7 @@ fn load(
     let plan = &recording.plan;
     let confinement = confinement::runner(&judge.toolchain, judge.options.device);
     evidence.isolation.extend(confinement.holds());
+    evidence.isolation.insert("seccomp".into());
     let fault = |what: &str, e: &dyn std::fmt::Display| Stop::Error(Error::Fault(format!("{what}: {e}")));
     let mut confined = Ok(());
     let runner = Runner::spawn(&judge.toolchain.program, judge.options.device, |command| {
@@ -613,21 +614,19 @@ fn load(
             "bytes": plan.buffers[output.buffer].bytes, "offset": output.offset, "dtype": output.dtype,
             "shape": output.shape, "strides": output.strides,
         });
-        match &plan.buffers[output.buffer].kind {
-            BufferKind::Input(i) => entry["input"] = json!(i),
-            BufferKind::Parameter(name) => entry["parameter"] = json!(name),
-            _ => {
-                let shared = run
-                    .loaded
-                    .outputs
-                    .iter()
-                    .chain(&run.loaded.constants)
-                    .find(|b| b.buffer == output.buffer)
-                    .ok_or_else(|| Error::Fault("the runner did not share an output".into()))?;
-                entry["fd"] = json!(fds.len());
-                fds.push(shared.fd.as_fd());
-            }
-        }
+        let shared = match &plan.buffers[output.buffer].kind {
+            BufferKind::Input(i) => session.input_fds[0].get(*i).and_then(|f| f.as_ref()).map(|f| f.0.as_fd()),
+            BufferKind::Parameter(name) => session.parameter_fds.get(name).map(|f| f.0.as_fd()),
+            _ => run
+                .loaded
+                .outputs
+                .iter()
+                .chain(&run.loaded.constants)
+                .find(|b| b.buffer == output.buffer)
+                .map(|b| b.fd.as_fd()),
+        };
+        entry["fd"] = json!(fds.len());
+        fds.push(shared.ok_or_else(|| Error::Fault("an output is not shared".into()))?);
         outputs.push(entry);
     }
     // Workspaces are poisoned too, so that nothing of an earlier sample is left in them.

@@ -467,26 +467,21 @@ impl Session {
         let _ = self.fixed.sets.set(sets);
         self.select(0)?;
         let frame = self.host.ask(&json!({"op": "inputs"}), &[], MINUTES).map_err(fail)?;
-        let tensors: Vec<Value> = frame.body["tensors"].as_array().cloned().unwrap_or_default();
         let mut fds: Vec<Option<OwnedFd>> = frame.fds.into_iter().map(Some).collect();
-        self.slots = usize::try_from(frame.body["slots"].as_u64().unwrap_or(1)).unwrap_or(1).max(1);
-        let mut at = tensors.iter();
-        self.input_fds = (0..self.slots)
-            .map(|_| {
-                self.fixed
-                    .inputs
-                    .iter()
-                    .map(|input| {
-                        if input["kind"] == "value" {
-                            return None;
-                        }
-                        let tensor = at.next()?;
-                        let index = usize::try_from(tensor["fd"].as_u64()?).ok()?;
-                        Some((fds.get_mut(index)?.take()?, tensor["bytes"].as_u64()?))
-                    })
-                    .collect()
-            })
+        let mut take = |tensor: &Value| {
+            let index = usize::try_from(tensor["fd"].as_u64()?).ok()?;
+            Some((fds.get_mut(index)?.take()?, tensor["bytes"].as_u64()?))
+        };
+        self.input_fds = frame.body["tensors"]
+            .as_array()
+            .into_iter()
+            .flatten()
+            .map(|slot| slot.as_array().into_iter().flatten().map(&mut take).collect())
             .collect();
+        self.slots = self.input_fds.len();
+        if self.slots == 0 {
+            return Err(Error::Fault("the reference host shared no slot".into()));
+        }
         let missing =
             self.fixed.inputs.iter().zip(&self.input_fds[0]).any(|(i, fd)| i["kind"] != "value" && fd.is_none());
         if missing {
@@ -502,11 +497,14 @@ impl Session {
         }
         let seed =
             self.fixed.sets().get(index).map(|s| s.seed).ok_or_else(|| Error::Fault("no such parameter set".into()))?;
-        let frame = self
-            .host
-            .ask(&json!({"op": "parameters", "seed": seed}), &[], MINUTES)
-            .map_err(|e| task_error(&self.fixed.task, e))?;
-        if self.parameter_fds.is_empty() {
+        let mut body = json!({"op": "parameters", "seed": seed});
+        let ask = |host: &mut Forked, body: &Value| {
+            host.ask(body, &[], MINUTES).map_err(|e| task_error(&self.fixed.task, e))
+        };
+        let mut frame = ask(&mut self.host, &body)?;
+        // More tensors than a frame carries descriptors come in several.
+        while self.parameter_fds.len() < self.fixed.state.len() {
+            let before = self.parameter_fds.len();
             let mut fds: Vec<Option<OwnedFd>> = frame.fds.into_iter().map(Some).collect();
             for tensor in frame.body["tensors"].as_array().into_iter().flatten() {
                 let slot = tensor["fd"].as_u64().and_then(|i| fds.get_mut(usize::try_from(i).ok()?)?.take());
@@ -514,6 +512,15 @@ impl Session {
                     self.parameter_fds.insert(name.to_owned(), (fd, bytes));
                 }
             }
+            let now = self.parameter_fds.len();
+            if now == before {
+                return Err(Error::Fault("the reference host did not share all its parameters".into()));
+            }
+            if now == self.fixed.state.len() {
+                break;
+            }
+            body["first"] = json!(now);
+            frame = ask(&mut self.host, &body)?;
         }
         self.current_set = index;
         Ok(())
