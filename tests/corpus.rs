@@ -85,10 +85,13 @@ fn judge_all(kind: &str) {
         judged += 1;
         let start = std::time::Instant::now();
         let outcome = judge.open(&case.task).and_then(|mut session| session.judge(&case.candidate, Effort::Final));
-        let said = match outcome {
-            Ok(verdict) => complaint(&case.expect, &verdict),
+        let said = match &outcome {
+            Ok(verdict) => complaint(&case.expect, verdict),
             Err(error) => Some(format!("no verdict: {error}")),
         };
+        if let (Ok(v), true) = (&outcome, std::env::var_os("CORPUS_PHASES").is_some()) {
+            println!("{:?} {:?} {:?}", v.phases_seconds, v.speedup.eager, v.time_us);
+        }
         println!("{kind}/{}: {:.1} s: {}", case.name, start.elapsed().as_secs_f64(), said.as_deref().unwrap_or("as expected"));
         wrong.extend(said.map(|s| format!("{}: {s}", case.name)));
     }

@@ -103,14 +103,15 @@ pub(super) fn host(toolchain: &Toolchain, device: Device, scratch: &Path) -> Con
 /// A runner. On the CPU the candidate's library is loaded into it; on a card it is our own program, which
 /// holds no secret and meets hostile device code only.
 
-pub(super) fn runner(toolchain: &Toolchain, device: Device) -> Confinement {
+/// `beside_helper`: threads that wait between parallel regions sleep, since a library helper works meanwhile;
+/// otherwise they spin as those of the reference do, and are frozen between samples as the whole process is.
+pub(super) fn runner(toolchain: &Toolchain, device: Device, beside_helper: bool) -> Confinement {
     let mut read = system();
     read.push(toolchain.program.clone());
     read.extend(["/proc", "/sys/devices/system", "/dev/urandom", "/dev/zero"].map(PathBuf::from));
     let mut write = vec![PathBuf::from("/dev/null")];
     let threads = toolchain.threads.to_string();
     let mut env: Vec<(String, String)> = [
-        ("OMP_WAIT_POLICY", "passive"),
         ("OMP_NUM_THREADS", threads.as_str()),
         ("OMP_PROC_BIND", "false"),
         ("PATH", "/usr/bin:/bin"),
@@ -119,6 +120,9 @@ pub(super) fn runner(toolchain: &Toolchain, device: Device) -> Confinement {
     .into_iter()
     .map(|(k, v)| (k.to_owned(), v.to_owned()))
     .collect();
+    if beside_helper {
+        env.push(("OMP_WAIT_POLICY".into(), "passive".into()));
+    }
     let limits = match device {
         Device::Cpu => Limits {
             data: Some(4 * GIB),

@@ -22,7 +22,7 @@ use super::timing::{self, Random};
 use super::verdict::{
     Against, FASTER, Grade, Interval, LaunchEvidence, Measurement, PROCEDURE, Reason, Times, Verdict,
 };
-use super::{Candidate, Device, Effort, Precision, admit, build, confinement};
+use super::{Candidate, Device, Effort, Precision, admit, build, confinement, load};
 use crate::plan::{self, BufferKind, Library, Op, Plan};
 
 /// What ends an evaluation before its end.
@@ -235,7 +235,7 @@ fn steps(
     let judge = Arc::clone(&session.fixed.judge);
     let cpu = judge.options.device == Device::Cpu;
     let mut held = if cpu { judge.slice.hold() } else { judge.slice.share() };
-    let mut run = evidence.time("load", |e| load(session, recording, images, e))?;
+    let mut run = evidence.time("load", |e| load_plan(session, recording, images, e))?;
     evidence.time("correct", |e| correctness(session, recording, &mut run, &budget, e))?;
     if budget.compile && !cpu && session.baseline.is_none() {
         evidence.time("compile", |_| prepare_compile(session))?;
@@ -532,7 +532,7 @@ impl Run {
 /// The most that a request to a runner other than `run` may take.
 const RUNNER: Duration = Duration::from_secs(60);
 
-fn load(
+fn load_plan(
     session: &mut Session,
     recording: &Recording,
     images: &[build::Built],
@@ -541,7 +541,8 @@ fn load(
     let judge = Arc::clone(&session.fixed.judge);
     let cpu = judge.options.device == Device::Cpu;
     let plan = &recording.plan;
-    let confinement = confinement::runner(&judge.toolchain, judge.options.device);
+    let needs_helper = cpu && plan.nodes.iter().any(|n| matches!(n.op, Op::Library(_)));
+    let confinement = confinement::runner(&judge.toolchain, judge.options.device, needs_helper);
     evidence.isolation.extend(confinement.holds());
     evidence.isolation.insert("seccomp".into());
     let fault = |what: &str, e: &dyn std::fmt::Display| Stop::Error(Error::Fault(format!("{what}: {e}")));
@@ -570,7 +571,6 @@ fn load(
         })
         .collect::<std::io::Result<Vec<OwnedFd>>>()
         .map_err(|e| fault("no memory for the images", &e))?;
-    let needs_helper = cpu && plan.nodes.iter().any(|n| matches!(n.op, Op::Library(_)));
     let (ours, theirs) = std::os::unix::net::UnixStream::pair().map_err(|e| fault("no socket for the helper", &e))?;
     let constants = &recording.constants[0];
     let libraries = &judge.toolchain.libraries;
@@ -850,6 +850,9 @@ fn measure(session: &mut Session, run: &mut Run, budget: &Budget, evidence: &mut
     let mut random = Random::new(secret_seed()?);
     let start = Instant::now();
     evidence.measurement = Some(Measurement::Exclusive);
+    let mut pids = vec![run.runner.pid(), session.host.pid.unsigned_abs(), std::process::id()];
+    pids.extend(session.helper.iter().map(|h| h.pid.unsigned_abs()));
+    let load = run.cpu.then(|| load::Load::begin(&pids));
     let mut walls = Vec::new();
     let mut block = 0;
     loop {
@@ -870,6 +873,15 @@ fn measure(session: &mut Session, run: &mut Run, budget: &Budget, evidence: &mut
                 break;
             }
         }
+    }
+    if let Some(share) = load.and_then(|l| l.foreign(&pids))
+        && share > load::TOLERATED
+    {
+        evidence.measurement = Some(Measurement::Shared);
+        evidence.notes.push(format!(
+            "other programs used {:.0} % of the processors while this was measured: the figures are not to be trusted",
+            100.0 * share
+        ));
     }
     evidence.eager_wall = timing::median(&walls);
     let baseline = &evidence.eager_us;

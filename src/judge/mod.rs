@@ -8,6 +8,7 @@ pub mod cache;
 mod confinement;
 mod device;
 mod evaluate;
+mod load;
 pub mod process;
 pub mod runner;
 mod session;
