@@ -5,9 +5,11 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::process::Command;
+use std::time::Duration;
 
 use serde_json::{Value, json};
 
+use super::runner::client::Runner;
 use super::session::Error;
 use super::{Device, Toolchain};
 
@@ -66,24 +68,33 @@ impl Facts {
                 format!("no GPU can be used here: {why}. Use --device cpu, or see `kernelfleet doctor`"),
             )
         };
-        let output = Command::new(&toolchain.program)
-            .arg("gpu-facts")
+        let seconds = Duration::from_secs(60);
+        let mut runner = Runner::spawn(&toolchain.program, Device::Cuda, |_| ()).map_err(|e| Error::Fault(e.to_string()))?;
+        let card = runner.device(seconds).map_err(|e| none(e.to_string()))?;
+        runner.close();
+        let facts = serde_json::to_value(&card).map_err(|e| Error::Fault(e.to_string()))?;
+        let arch = if (card.major, card.minor) == (9, 0) {
+            "sm_90a".to_owned()
+        } else {
+            format!("sm_{}{}", card.major, card.minor)
+        };
+        // The driver's own version and the power limit are known to its tool alone.
+        let said = Command::new("nvidia-smi")
+            .args(["--query-gpu=driver_version,power.limit", "--format=csv,noheader"])
             .output()
-            .map_err(|e| Error::Fault(format!("{} can't be run: {e}", toolchain.program.display())))?;
-        if !output.status.success() {
-            return Err(none(String::from_utf8_lossy(&output.stderr).trim().to_owned()));
+            .map(|o| String::from_utf8_lossy(&o.stdout).lines().next().unwrap_or_default().trim().to_owned())
+            .unwrap_or_default();
+        let mut description: BTreeMap<String, Value> =
+            [("kind".to_owned(), json!("cuda")), ("driver_and_power".to_owned(), json!(said))].into();
+        for key in ["name", "uuid", "major", "minor", "multi_processor_count", "l2_cache_size", "total_memory", "driver_version"] {
+            description.insert(key.to_owned(), facts[key].clone());
         }
-        let facts: Value = serde_json::from_slice(&output.stdout)
-            .map_err(|e| Error::Fault(format!("the facts about the GPU can't be read: {e}")))?;
-        let text = |key: &str| facts[key].as_str().unwrap_or_default().to_owned();
-        let (major, minor) = (facts["cc_major"].as_u64().unwrap_or(0), facts["cc_minor"].as_u64().unwrap_or(0));
-        let arch = if (major, minor) == (9, 0) { "sm_90a".to_owned() } else { format!("sm_{major}{minor}") };
         Ok(Self {
-            class: format!("{} {} {}", text("name"), text("driver"), facts["power_limit_w"]),
+            class: format!("{} {said}", card.name),
             arch,
-            memory_bytes: facts["memory_bytes"].as_u64().unwrap_or(0),
-            properties: facts.clone(),
-            description: facts.as_object().cloned().unwrap_or_default().into_iter().collect(),
+            memory_bytes: card.total_memory,
+            properties: facts,
+            description,
         })
     }
 }

@@ -468,17 +468,16 @@ impl Session {
         self.select(0)?;
         let frame = self.host.ask(&json!({"op": "inputs"}), &[], MINUTES).map_err(fail)?;
         let mut fds: Vec<Option<OwnedFd>> = frame.fds.into_iter().map(Some).collect();
-        let mut take = |tensor: &Value| {
-            let index = usize::try_from(tensor["fd"].as_u64()?).ok()?;
-            Some((fds.get_mut(index)?.take()?, tensor["bytes"].as_u64()?))
-        };
-        self.input_fds = frame.body["tensors"]
-            .as_array()
-            .into_iter()
-            .flatten()
-            .map(|slot| slot.as_array().into_iter().flatten().map(&mut take).collect())
-            .collect();
-        self.slots = self.input_fds.len();
+        self.slots = frame.body["slots"].as_u64().and_then(|n| usize::try_from(n).ok()).unwrap_or(0).min(64);
+        self.input_fds = (0..self.slots).map(|_| self.fixed.inputs.iter().map(|_| None).collect()).collect();
+        for tensor in frame.body["tensors"].as_array().into_iter().flatten() {
+            let number = |key: &str| tensor[key].as_u64().and_then(|n| usize::try_from(n).ok());
+            let mut place = || self.input_fds.get_mut(number("slot")?)?.get_mut(number("input")?);
+            let fd = number("fd").and_then(|i| fds.get_mut(i)?.take());
+            if let (Some(place), Some(fd), Some(bytes)) = (place(), fd, tensor["bytes"].as_u64()) {
+                *place = Some((fd, bytes));
+            }
+        }
         if self.slots == 0 {
             return Err(Error::Fault("the reference host shared no slot".into()));
         }
