@@ -472,9 +472,10 @@ impl Session {
         self.input_fds = (0..self.slots).map(|_| self.fixed.inputs.iter().map(|_| None).collect()).collect();
         for tensor in frame.body["tensors"].as_array().into_iter().flatten() {
             let number = |key: &str| tensor[key].as_u64().and_then(|n| usize::try_from(n).ok());
-            let mut place = || self.input_fds.get_mut(number("slot")?)?.get_mut(number("input")?);
+            let (Some(slot), Some(input)) = (number("slot"), number("input")) else { continue };
+            let place = self.input_fds.get_mut(slot).and_then(|inputs| inputs.get_mut(input));
             let fd = number("fd").and_then(|i| fds.get_mut(i)?.take());
-            if let (Some(place), Some(fd), Some(bytes)) = (place(), fd, tensor["bytes"].as_u64()) {
+            if let (Some(place), Some(fd), Some(bytes)) = (place, fd, tensor["bytes"].as_u64()) {
                 *place = Some((fd, bytes));
             }
         }

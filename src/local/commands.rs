@@ -183,6 +183,7 @@ pub fn judge(arguments: &JudgeArguments) -> Result<(), Failure> {
         tolerance: arguments.tolerance,
         libraries: arguments.libraries.clone(),
         inputs: arguments.inputs,
+        measure_seconds: None,
         ..Options::default()
     };
     let verdicts = judge_candidates(&environment, options, &task, &candidates)?;
@@ -524,6 +525,7 @@ fn options(job: &OptimizationJob, device: Device) -> Options {
         },
         libraries: judge.libraries.iter().map(|l| l.name().to_owned()).collect(),
         inputs: usize::try_from(judge.inputs).unwrap_or(5),
+        measure_seconds: None,
         ..Options::default()
     }
 }
