@@ -256,3 +256,18 @@ fn a_launch_must_fit_its_kernel() {
     assert!(why(&|l| l.args.truncate(1)).contains("takes 2"));
     assert!(why(&|l| l.args[1] = Arg::Int(1 << 40)).contains("argument 1"));
 }
+
+#[test]
+#[ignore = "reads images of honest kernels from the folder IMAGES"]
+fn every_image_of_a_folder_is_admitted() {
+    let Ok(folder) = std::env::var("IMAGES") else { return };
+    let (mut count, mut refused) = (0, Vec::new());
+    for entry in std::fs::read_dir(folder).unwrap().flatten() {
+        count += 1;
+        if let Err(refusal) = admit(&std::fs::read(entry.path()).unwrap(), "sm_90a") {
+            refused.push(format!("{}: {refusal}", entry.path().display()));
+        }
+    }
+    assert!(refused.is_empty(), "{} of {count}: {refused:#?}", refused.len());
+    println!("{count} images are admitted");
+}
