@@ -25,6 +25,15 @@ enum Subcommands {
     /// Task files: check and write them
     #[command(subcommand)]
     Task(Task),
+    /// Writes a judged kernel as a Python package that needs PyTorch alone
+    Export {
+        /// Results of a task: results/<job>/<task>
+        #[arg(long, value_name = "DIR")]
+        result: PathBuf,
+        /// Folder of the package; its name is the package's
+        #[arg(short = 'o', long = "output", value_name = "PACKAGE")]
+        package: PathBuf,
+    },
     /// What this machine has, what is missing, and how to mend it
     Doctor {
         #[command(flatten)]
@@ -273,6 +282,7 @@ fn dispatch(command: Subcommands) -> Result<(), Failure> {
                 force,
             })
         }
+        Subcommands::Export { result, package } => commands::export(&result, &package),
         Subcommands::Doctor { output } => commands::doctor(output.get()),
         Subcommands::Crds { write } => commands::crds(write.as_deref()),
     }

@@ -157,6 +157,18 @@ fn ready_steps(
     Ok((recording, images))
 }
 
+/// What a candidate comes to before anything runs: for exports.
+pub(super) fn artifacts(fixed: &Fixed, candidate: &Candidate) -> Result<super::Artifacts, Error> {
+    let ready = ready(fixed, candidate);
+    match ready.outcome {
+        Ok((recording, images)) => {
+            Ok(super::Artifacts { plan: recording.plan, images, digests: ready.evidence.digests })
+        }
+        Err(Stop::Error(error)) => Err(error),
+        Err(Stop::Candidate(reason)) => Err(Error::request(&reason.code, reason.message)),
+    }
+}
+
 /// Judges `candidate` on the open task.
 pub(super) fn evaluate(session: &mut Session, candidate: &Candidate, effort: Effort) -> Result<Verdict, Error> {
     let start = Instant::now();

@@ -67,6 +67,14 @@ pub struct Candidate {
     pub files: BTreeMap<String, String>,
 }
 
+/// What a candidate comes to: its plan, an image a module of the plan, and their digests as verdicts name them.
+#[derive(Clone, Debug)]
+pub struct Artifacts {
+    pub plan: crate::plan::Plan,
+    pub images: Vec<build::Built>,
+    pub digests: BTreeMap<String, String>,
+}
+
 /// How a job wants its candidates judged.
 #[derive(Clone, Debug)]
 pub struct Options {

@@ -405,6 +405,15 @@ impl Session {
         &self.fixed.described
     }
 
+    /// Plan and images of a candidate, without running it.
+    ///
+    /// # Errors
+    /// `Request` when the candidate can't be recorded or built, with its reason.
+    pub fn artifacts(&mut self, candidate: &Candidate) -> Result<super::Artifacts, Error> {
+        self.prepare()?;
+        evaluate::artifacts(&self.fixed, candidate)
+    }
+
     /// Judges one candidate.
     ///
     /// # Errors

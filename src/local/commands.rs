@@ -16,7 +16,7 @@ use super::environment::{self, Environment};
 use super::progress::Progress;
 use super::run::{Bench, Court, Settings, Trouble};
 use super::summary::summarise;
-use super::{candidate, doctor, policy, render, run};
+use super::{candidate, doctor, export, policy, render, run};
 use crate::api::job::{self, OptimizationJob};
 use crate::api::manifest::{self, Manifest};
 use crate::judge::{self, Candidate, Device, Effort, Judge, Options, Precision, Slice, TaskSource, Tolerance, Verdict};
@@ -724,5 +724,21 @@ pub fn init(arguments: &InitArguments) -> Result<(), Failure> {
     }
     std::fs::write(&arguments.file, text).map_err(Failure::request)?;
     eprintln!("wrote {}; next: kernelfleet task check {}", arguments.file.display(), arguments.file.display());
+    Ok(())
+}
+
+/// `kernelfleet export`.
+///
+/// # Errors
+/// `Request` when there is nothing to export or it is not what was judged.
+pub fn export(result: &Path, package: &Path) -> Result<(), Failure> {
+    let judged = export::read(result).map_err(Failure::request)?;
+    let environment = ready(judged.device)?;
+    export::export(&judged, &environment, package).map_err(|error| match error {
+        export::Error::Judge(error) => Failure::from(Trouble::from(error)),
+        other => Failure::request(other),
+    })?;
+    let name = package.file_name().unwrap_or_default().to_string_lossy();
+    eprintln!("wrote {}; next: from {name} import Model", package.display());
     Ok(())
 }

@@ -4,6 +4,7 @@ pub mod candidate;
 pub mod commands;
 pub mod doctor;
 pub mod environment;
+pub mod export;
 pub mod policy;
 pub mod progress;
 pub mod render;
