@@ -79,6 +79,8 @@ pub(super) fn host(toolchain: &Toolchain, device: Device, scratch: &Path) -> Con
         );
         write.extend(device_files());
         write.push(PathBuf::from("/dev/shm"));
+        // The driver names its threads there when it starts; the child itself resolves the link.
+        write.push(PathBuf::from("/proc/self"));
     }
     let temp = scratch.display().to_string();
     Confinement {
@@ -136,6 +138,8 @@ pub(super) fn runner(toolchain: &Toolchain, device: Device, beside_helper: bool)
             read.extend(["/sys", "/usr/local/cuda", "/usr/local/nvidia"].map(PathBuf::from));
             read.extend(toolchain.python_read.iter().cloned());
             write.extend(device_files());
+            // The driver names its threads when it starts; its own folder there isn't known yet.
+            write.push(PathBuf::from("/proc"));
             env.push(("CUDA_CACHE_DISABLE".into(), "1".into()));
             Limits { fsize: 1 << 30, nofile: 4096, cpu: Some(600), ..Limits::default() }
         }
