@@ -92,7 +92,12 @@ fn judge_all(kind: &str) {
         if let (Ok(v), true) = (&outcome, std::env::var_os("CORPUS_PHASES").is_some()) {
             println!("{:?} {:?} {:?}", v.phases_seconds, v.speedup.eager, v.time_us);
         }
-        println!("{kind}/{}: {:.1} s: {}", case.name, start.elapsed().as_secs_f64(), said.as_deref().unwrap_or("as expected"));
+        println!(
+            "{kind}/{}: {:.1} s: {}",
+            case.name,
+            start.elapsed().as_secs_f64(),
+            said.as_deref().unwrap_or("as expected")
+        );
         wrong.extend(said.map(|s| format!("{}: {s}", case.name)));
     }
     assert!(judged > 0, "no case was judged");

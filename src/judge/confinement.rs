@@ -34,7 +34,6 @@ fn base<'a>(needs: impl IntoIterator<Item = &'a PathBuf>) -> Confinement {
 }
 
 /// A recorder: hostile Python, no processes, nothing to write but its own folder.
-
 pub(super) fn recorder(toolchain: &Toolchain, scratch: &Path) -> Confinement {
     let mut read = system();
     read.extend(toolchain.python_read.iter().cloned());
@@ -62,7 +61,6 @@ pub(super) fn recorder(toolchain: &Toolchain, scratch: &Path) -> Confinement {
 
 /// A reference host: task sources come from models too. It compiles, so it may start processes; on CUDA it
 /// needs the driver's device files.
-
 pub(super) fn host(toolchain: &Toolchain, device: Device, scratch: &Path) -> Confinement {
     let mut read = system();
     read.extend(toolchain.python_read.iter().cloned());
@@ -104,7 +102,6 @@ pub(super) fn host(toolchain: &Toolchain, device: Device, scratch: &Path) -> Con
 
 /// A runner. On the CPU the candidate's library is loaded into it; on a card it is our own program, which
 /// holds no secret and meets hostile device code only.
-
 /// `beside_helper`: threads that wait between parallel regions sleep, since a library helper works meanwhile;
 /// otherwise they spin as those of the reference do, and are frozen between samples as the whole process is.
 pub(super) fn runner(toolchain: &Toolchain, device: Device, beside_helper: bool) -> Confinement {

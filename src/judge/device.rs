@@ -69,7 +69,8 @@ impl Facts {
             )
         };
         let seconds = Duration::from_secs(60);
-        let mut runner = Runner::spawn(&toolchain.program, Device::Cuda, |_| ()).map_err(|e| Error::Fault(e.to_string()))?;
+        let mut runner =
+            Runner::spawn(&toolchain.program, Device::Cuda, |_| ()).map_err(|e| Error::Fault(e.to_string()))?;
         let card = runner.device(seconds).map_err(|e| none(e.to_string()))?;
         runner.close();
         let facts = serde_json::to_value(&card).map_err(|e| Error::Fault(e.to_string()))?;
@@ -86,7 +87,16 @@ impl Facts {
             .unwrap_or_default();
         let mut description: BTreeMap<String, Value> =
             [("kind".to_owned(), json!("cuda")), ("driver_and_power".to_owned(), json!(said))].into();
-        for key in ["name", "uuid", "major", "minor", "multi_processor_count", "l2_cache_size", "total_memory", "driver_version"] {
+        for key in [
+            "name",
+            "uuid",
+            "major",
+            "minor",
+            "multi_processor_count",
+            "l2_cache_size",
+            "total_memory",
+            "driver_version",
+        ] {
             description.insert(key.to_owned(), facts[key].clone());
         }
         Ok(Self {

@@ -919,7 +919,7 @@ fn measure_block(
             draw(session, slot, PLAIN)?;
         }
         // The order alternates, so that neither side always has the warmer machine.
-        let eager_first = (block + left) % 2 == 0;
+        let eager_first = (block + left).is_multiple_of(2);
         let mut baseline = None;
         if eager_first {
             baseline = Some(eager(session, &slots)?);

@@ -507,9 +507,8 @@ impl Session {
         let seed =
             self.fixed.sets().get(index).map(|s| s.seed).ok_or_else(|| Error::Fault("no such parameter set".into()))?;
         let mut body = json!({"op": "parameters", "seed": seed});
-        let ask = |host: &mut Forked, body: &Value| {
-            host.ask(body, &[], MINUTES).map_err(|e| task_error(&self.fixed.task, e))
-        };
+        let ask =
+            |host: &mut Forked, body: &Value| host.ask(body, &[], MINUTES).map_err(|e| task_error(&self.fixed.task, e));
         let mut frame = ask(&mut self.host, &body)?;
         // More tensors than a frame carries descriptors come in several.
         while self.parameter_fds.len() < self.fixed.state.len() {

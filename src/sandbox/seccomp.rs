@@ -269,10 +269,8 @@ pub fn forbid_programs() -> std::io::Result<()> {
 /// # Errors
 /// When the kernel has no seccomp or new privileges are still possible.
 pub fn install(program: &[u8]) -> std::io::Result<()> {
-    let aligned: Vec<u64> = program
-        .chunks_exact(8)
-        .map(|c| u64::from_ne_bytes([c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7]]))
-        .collect();
+    let aligned: Vec<u64> =
+        program.chunks_exact(8).map(|c| u64::from_ne_bytes([c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7]])).collect();
     let filter = libc::sock_fprog {
         len: u16::try_from(aligned.len()).map_err(std::io::Error::other)?,
         filter: aligned.as_ptr().cast::<sock_filter>().cast_mut(),

@@ -47,7 +47,9 @@ def facts() -> dict[str, Any]:
     status, out, err, _ = command(["doctor", "-o", "json"], 120)
     doctor = json.loads(out) if out.strip().startswith("{") else {"error": err[-2000:], "status": status}
     query = "name,driver_version,memory.total,power.limit"
-    card = subprocess.run(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True, text=True)
+    card = subprocess.run(
+        ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True, text=True
+    )
     commit = os.environ.get("KERNELFLEET_COMMIT", "")
     if not commit:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
@@ -84,12 +86,32 @@ def smoke(tasks: Path) -> dict[str, Any]:
         if not (folder / "task.py").exists():
             continue
         status, out, err, seconds = command(
-            ["judge", "--task", str(folder / "task.py"), "--candidate", str(folder / "candidate"), "--device", "cuda", "-o", "json"],
+            [
+                "judge",
+                "--task",
+                str(folder / "task.py"),
+                "--candidate",
+                str(folder / "candidate"),
+                "--device",
+                "cuda",
+                "-o",
+                "json",
+            ],
             180,
         )
         verdict = json.loads(out) if out.strip().startswith("{") else None
-        rows.append({"case": folder.name, "status": status, "seconds": seconds, "verdict": verdict, "stderr": err[-3000:]})
-        print(folder.name, status, f"{seconds:.1f} s", (verdict or {}).get("reward"), (verdict or {}).get("reason"), err[-500:], flush=True)
+        rows.append(
+            {"case": folder.name, "status": status, "seconds": seconds, "verdict": verdict, "stderr": err[-3000:]}
+        )
+        print(
+            folder.name,
+            status,
+            f"{seconds:.1f} s",
+            (verdict or {}).get("reward"),
+            (verdict or {}).get("reason"),
+            err[-500:],
+            flush=True,
+        )
     return {"rows": rows}
 
 
@@ -141,8 +163,16 @@ def repeat(tasks: Path) -> dict[str, Any]:
         if len(speedups) > 1:
             mean = sum(speedups) / len(speedups)
             deviation = math.sqrt(sum((x - mean) ** 2 for x in speedups) / (len(speedups) - 1))
-            rows.append({"task": name, "runs": len(speedups), "speedup": mean, "cv": deviation / mean,
-                         "time_us": sum(times) / len(times), "phases": phases})
+            rows.append(
+                {
+                    "task": name,
+                    "runs": len(speedups),
+                    "speedup": mean,
+                    "cv": deviation / mean,
+                    "time_us": sum(times) / len(times),
+                    "phases": phases,
+                }
+            )
             print(name, rows[-1]["cv"], flush=True)
     return {"rows": rows}
 
@@ -151,10 +181,28 @@ def batch(tasks: Path) -> dict[str, Any]:
     """Verdicts a second of one batch with cached baselines."""
     rows = []
     for folder in sorted((ROOT / "tests/gpu/batches").glob("*/task.py")):
-        arguments = ["judge", "--task", str(folder), "--batch", str(folder.parent / "candidates"), "--device", "cuda", "-o", "json"]
+        arguments = [
+            "judge",
+            "--task",
+            str(folder),
+            "--batch",
+            str(folder.parent / "candidates"),
+            "--device",
+            "cuda",
+            "-o",
+            "json",
+        ]
         command(arguments, 240)
         status, out, err, seconds = command(arguments, 240)
-        rows.append({"case": folder.parent.name, "status": status, "seconds": seconds, "output": out[-200000:], "stderr": err[-2000:]})
+        rows.append(
+            {
+                "case": folder.parent.name,
+                "status": status,
+                "seconds": seconds,
+                "output": out[-200000:],
+                "stderr": err[-2000:],
+            }
+        )
     return {"rows": rows}
 
 
@@ -173,7 +221,13 @@ def main() -> int:
     for stage in given.stages:
         start = time.monotonic()
         result = STAGES[stage](given.tasks)
-        text = {"stage": stage, "command": f"tests/gpu/run.sh {stage}", "wall_seconds": time.monotonic() - start, **about, "result": result}
+        text = {
+            "stage": stage,
+            "command": f"tests/gpu/run.sh {stage}",
+            "wall_seconds": time.monotonic() - start,
+            **about,
+            "result": result,
+        }
         (given.out / f"{stage}.json").write_text(json.dumps(text, indent=1) + "\n")
         print(f"stage {stage}: {time.monotonic() - start:.0f} s", flush=True)
     return 0

@@ -15,9 +15,8 @@ import torch
 PYTHON = Path(__file__).resolve().parents[2] / "agent-image" / "python"
 sys.path.insert(0, str(PYTHON))
 
-from kernelfleet_zygote import Channel  # noqa: E402
-
 from kernelfleet_host.tensors import DTYPES, Meta, contiguous_strides  # noqa: E402
+from kernelfleet_zygote import Channel  # noqa: E402
 
 CONFINE = {
     "uid": None,

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_host import Zygote, zygote  # noqa: F401
-
 from kernelfleet_host.tensors import DTYPES, Meta
+from test_host import Zygote, zygote  # noqa: F401
 
 
 class Plan:
