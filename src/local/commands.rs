@@ -453,22 +453,29 @@ fn one_job(
     let progress = Progress::new(tasks.len());
     let finished = AtomicBool::new(false);
     let outcomes = std::thread::scope(|scope| {
-        // A judgement may take a minute; who interrupts does not want to wait for its end.
+        // A judgement may take a minute; who interrupts does not want to wait for its end. Without its processes
+        // the judge gives up at once, and what it has on disk goes away in the usual way.
         scope.spawn(|| {
-            while !finished.load(Ordering::Relaxed) {
-                if stop.load(Ordering::Relaxed) {
-                    let patience = Instant::now();
-                    while patience.elapsed() < Duration::from_secs(3) && !finished.load(Ordering::Relaxed) {
-                        std::thread::sleep(Duration::from_millis(50));
-                    }
-                    if !finished.load(Ordering::Relaxed) {
-                        progress.end();
-                        eprintln!("kernelfleet: {}", Failure::Interrupted);
-                        // Children die with this process: their sockets close and the kernel kills them.
-                        std::process::exit(i32::from(Failure::Interrupted.status()));
-                    }
+            let wait = |patience: Duration| {
+                let began = Instant::now();
+                while began.elapsed() < patience && !finished.load(Ordering::Relaxed) {
+                    std::thread::sleep(Duration::from_millis(20));
                 }
-                std::thread::sleep(Duration::from_millis(100));
+            };
+            while !stop.load(Ordering::Relaxed) && !finished.load(Ordering::Relaxed) {
+                std::thread::sleep(Duration::from_millis(50));
+            }
+            wait(Duration::from_millis(300));
+            for _ in 0..20 {
+                if !finished.load(Ordering::Relaxed) {
+                    end_children();
+                    wait(Duration::from_millis(250));
+                }
+            }
+            if !finished.load(Ordering::Relaxed) {
+                progress.end();
+                eprintln!("kernelfleet: {}", Failure::Interrupted);
+                std::process::exit(i32::from(Failure::Interrupted.status()));
             }
         });
         let outcomes = run::run(tasks, &court, &policy, &settings, &progress, stop);
@@ -545,6 +552,21 @@ fn interrupts() -> &'static AtomicBool {
         unsafe { libc::signal(signal, note as *const () as libc::sighandler_t) };
     }
     &STOP
+}
+
+/// Kills the processes that this one has started; their own children die with them.
+fn end_children() {
+    let own = std::process::id();
+    let numbers = std::fs::read_dir("/proc").into_iter().flatten().flatten();
+    for pid in numbers.filter_map(|e| e.file_name().to_str()?.parse::<i32>().ok()) {
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+        // The name in parentheses may hold anything; the parent is the second field after it.
+        let parent = stat.rsplit_once(')').and_then(|(_, rest)| rest.split_whitespace().nth(1));
+        if parent.and_then(|p| p.parse::<u32>().ok()) == Some(own) {
+            // SAFETY: a signal to a child that is not reaped yet, so that the number is still its own.
+            unsafe { libc::kill(pid, libc::SIGKILL) };
+        }
+    }
 }
 
 /// Arguments of `kernelfleet task check`.

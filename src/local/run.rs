@@ -187,6 +187,10 @@ fn one(
             ..empty(task, Some(trouble.to_string()))
         },
     };
+    // Who interrupts ends the judge's processes; whatever comes out then says nothing of the task.
+    if stop.load(Ordering::Relaxed) {
+        return None;
+    }
     outcome.attempts = work.attempts;
     outcome.seconds = began.elapsed().as_secs_f64();
     // A fault is tried again by the next start; all else is done.
