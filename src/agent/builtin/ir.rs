@@ -252,7 +252,8 @@ impl Ir {
     pub fn reduce(&mut self, fold: Fold, arg: Vid, dims: &[usize]) -> Vec<Vid> {
         let full = self.shape(arg).to_vec();
         // Dimensions of size one have nothing to fold.
-        let dims: Vec<usize> = dims.iter().copied().filter(|&d| full[d] != 1).collect();
+        let mut dims: Vec<usize> = dims.iter().copied().filter(|&d| full[d] != 1).collect();
+        dims.sort_unstable();
         let mut shape = full;
         for &d in &dims {
             shape[d] = 1;

@@ -317,7 +317,8 @@ fn write<'a>(
         && split.is_none()
         && loops > 1
         && plan.is_some()
-        && ((!columns && length <= 32768) || (columns && length <= 32 && vector == 1));
+        && ((!columns && length <= facts.register_row)
+            || (columns && length <= facts.register_row.min(32) && vector == 1));
     if cached {
         w.cache = Some(Cache {
             wanted: plan.map(|p| p.2.clone()).unwrap_or_default(),
@@ -601,7 +602,6 @@ fn write<'a>(
             &outer,
             &inner,
             cuda,
-            facts,
             &row_at,
             &row_shape,
         );
@@ -921,7 +921,6 @@ fn finish_split(
     outer: &[(String, i64)],
     inner: &[(String, i64)],
     cuda: bool,
-    facts: &Facts,
     row_at: &[Ix],
     row_shape: &[i64],
 ) -> Result<Built, String> {
@@ -1065,7 +1064,6 @@ fn finish_split(
     let mut reads = reads_first;
     reads.extend(w.reads.clone());
     kernel.reads = reads;
-    let _ = facts;
     Ok(built(kernel, w, space, asked))
 }
 

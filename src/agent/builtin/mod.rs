@@ -37,13 +37,17 @@ pub struct Facts {
     pub multiprocessors: i64,
     /// Threads of the CPU device.
     pub threads: i64,
+    /// Longest row that is kept in registers between passes, in elements.
+    pub register_row: i64,
+    /// Rows longer than this are folded by several blocks where there are few of them.
+    pub long_row: i64,
     /// Some tensor needs 64-bit indices; set by `propose`.
     pub wide: bool,
 }
 
 impl Default for Facts {
     fn default() -> Self {
-        Self { multiprocessors: 132, threads: 1, wide: false }
+        Self { multiprocessors: 132, threads: 1, register_row: 32768, long_row: 65536, wide: false }
     }
 }
 

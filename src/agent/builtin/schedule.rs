@@ -476,8 +476,8 @@ impl<'a> Scheduler<'a> {
             let lanes = self.facts.multiprocessors.max(1);
             let walk = if folded.contains(&last) {
                 let (few, long) = match self.device {
-                    Device::Cuda => (4 * lanes, 65536),
-                    Device::Cpu => (2 * self.facts.threads.max(1), 65536),
+                    Device::Cuda => (4 * lanes, self.facts.long_row),
+                    Device::Cpu => (2 * self.facts.threads.max(1), self.facts.long_row),
                 };
                 if rows < few && length > long {
                     let splits = match self.device {

@@ -16,7 +16,14 @@ fn every_traced_graph_gives_a_candidate_or_a_reason() {
         let source = std::fs::read_to_string(format!("{tasks}/{level}/{name}.py")).unwrap();
         let graph: Graph = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
         let task = TaskSource { name: name.to_owned(), path: path.clone(), source };
-        let facts = Facts { threads: 2, ..Facts::default() };
+        let fact = |name: &str, default| std::env::var(name).ok().and_then(|v| v.parse().ok()).unwrap_or(default);
+        let base = Facts::default();
+        let facts = Facts {
+            threads: 2,
+            long_row: fact("LONG", base.long_row),
+            register_row: fact("REGISTERS", base.register_row),
+            ..base
+        };
         match propose(&task, &graph, device, &facts) {
             Ok(proposal) => {
                 println!("OK {stem} {} | {}", proposal.candidates.len(), proposal.covered.join(" | "));
