@@ -85,11 +85,14 @@ pub struct Var {
     pub kind: VarKind,
 }
 
+/// Terms, constant and divisor of a division.
+type Division = (Vec<(VarId, i64)>, i64, i64);
+
 /// The variables of one kernel.
 #[derive(Clone, Debug, Default)]
 pub struct Vars {
     pub list: Vec<Var>,
-    divisions: BTreeMap<(Vec<(VarId, i64)>, i64, i64), (VarId, VarId)>,
+    divisions: BTreeMap<Division, (VarId, VarId)>,
 }
 
 impl Vars {

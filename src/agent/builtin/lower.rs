@@ -385,8 +385,18 @@ impl Lower {
         if matches!(op, "_safe_softmax") || op.contains("scaled_dot_product") || op.contains("attention") {
             return Err(self.declined("attention is not attempted"));
         }
+        // A tensor that the task made from Python values: a number is as good.
+        if op == "lift_fresh"
+            && let Some(Value::Object(map)) = a(0)
+            && let Some(value) = map.get("const")
+        {
+            let value = if shape.is_empty() { number(value) } else { None };
+            let value = value.ok_or_else(|| self.declined("constants of more than one element are not attempted"))?;
+            let vid = self.ir.expand_number(value, &shape, out_dtype);
+            return self.done(node, in_place, vec![vid]);
+        }
         if matches!(op, "lift_fresh" | "lift_fresh_copy") && self.value(a(0)).is_err() {
-            return Err(self.declined("a tensor made from Python values at run time has no value in the graph"));
+            return Err(self.declined("a tensor made from Python values has no value in the graph"));
         }
         if op == "cat" {
             let Some(Value::Array(items)) = a(0) else { return Err(self.declined("its list has another form")) };

@@ -47,7 +47,7 @@ pub fn operation(name: &str) -> Option<Operation> {
         "reciprocal" => op("1.0f / {0}", "(1.0 / {0})"),
         "exp" => op("kf_exp({0})", "{0}.exp()"),
         "exp2" => op("exp2f({0})", ""),
-        "expm1" => op("expm1f({0})", ""),
+        "expm1" => op("pt_expm1({0})", ""),
         "log" => op("kf_log({0})", "{0}.log()"),
         "log1p" => op("kf_log1p({0})", ""),
         "log2" => op("log2f({0})", ""),
@@ -99,7 +99,7 @@ pub fn operation(name: &str) -> Option<Operation> {
 
 /// Functions that a source may call, in an order in which they can be defined.
 /// `kf_` functions come from `kernelfleet_math.h` on the CPU, where `-O3` alone leaves libm's calls scalar.
-const FUNCTIONS: [(&str, &str, bool); 36] = [
+const FUNCTIONS: [(&str, &str, bool); 37] = [
     ("kf_exp", "{F}(float x) { return expf(x); }", true),
     ("kf_log", "{F}(float x) { return logf(x); }", true),
     ("kf_log1p", "{F}(float x) { return log1pf(x); }", true),
@@ -135,10 +135,17 @@ const FUNCTIONS: [(&str, &str, bool); 36] = [
     ("pt_log_sigmoid", "{F}(float x) { return pt_clamp_max(x, 0.0f) - kf_log1p(kf_exp(-fabsf(x))); }", false),
     ("pt_hardsigmoid", "{F}(float x) { return pt_clamp_max(pt_clamp_min(x + 3.0f, 0.0f), 6.0f) / 6.0f; }", false),
     ("pt_hardswish", "{F}(float x) { return x * pt_clamp_max(pt_clamp_min(x + 3.0f, 0.0f), 6.0f) / 6.0f; }", false),
+    // Kahan's form: exact near zero, and a vector on the CPU, where expm1f isn't.
+    (
+        "pt_expm1",
+        "{F}(float x) {\n  const float u = kf_exp(x);\n  const float w = u - 1.0f;\n  \
+         return u == 1.0f ? x : (w == -1.0f || u == INFINITY ? w : w * x / kf_log(u));\n}",
+        false,
+    ),
     (
         "pt_elu",
         "{F}(float x, float alpha, float scale, float input_scale) {\n  \
-         return x > 0.0f ? x * scale : {EXPM1}(x * input_scale) * (alpha * scale);\n}",
+         return x > 0.0f ? x * scale : pt_expm1(x * input_scale) * (alpha * scale);\n}",
         false,
     ),
     ("pt_xlogy", "{F}(float x, float y) { return y != y ? y : (x == 0.0f ? 0.0f : x * kf_log(y)); }", false),
@@ -221,8 +228,7 @@ pub fn functions(source: &str, device: Device) -> String {
             let body = body
                 .replace("{F}", &format!("{qualifier} float {name}"))
                 .replace("{V}", &format!("{qualifier} void {name}"))
-                .replace("{B}", &format!("{qualifier} bool {name}"))
-                .replace("{EXPM1}", if device == Device::Cuda { "expm1f" } else { "-1.0f + kf_exp" });
+                .replace("{B}", &format!("{qualifier} bool {name}"));
             out.push_str(&body);
             out.push('\n');
         }
