@@ -1,0 +1,126 @@
+//! A manifest in, kernels out, on the CPU device of this machine: the whole way with real parts. Needs `make env`.
+
+#![allow(clippy::unwrap_used, clippy::panic)]
+
+use std::path::Path;
+use std::process::{Command, Output};
+use std::time::{Duration, Instant};
+
+const JOB: &str = r#"
+apiVersion: kernelfleet.dev/v1alpha1
+kind: OptimizationJob
+metadata: {name: small}
+spec:
+  agent: {maxTurns: 2}
+  tasks:
+    inline:
+      - name: chain
+        source: |
+          import torch
+          from torch import nn
+
+          class Model(nn.Module):
+              def forward(self, x):
+                  return torch.tanh(x) * torch.sigmoid(x) + 1.5 * x
+
+          def get_inputs():
+              return [torch.randn(256, 4096)]
+
+          def get_init_inputs():
+              return []
+      - name: broken
+        source: |
+          import torch
+          class Model(torch.nn.Module):
+              def forward(self, x)
+                  return x
+"#;
+
+fn program(home: &Path) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kernelfleet"));
+    command.env("KERNELFLEET_CACHE", home.join("cache")).current_dir(env!("CARGO_MANIFEST_DIR"));
+    command
+}
+
+fn run(home: &Path) -> Output {
+    let job = home.join("job.yaml");
+    std::fs::write(&job, JOB).unwrap();
+    let results = home.join("results");
+    let arguments =
+        ["run", job.to_str().unwrap(), "--device", "cpu", "-o", "json", "--results", results.to_str().unwrap()];
+    program(home).args(arguments).output().unwrap()
+}
+
+#[test]
+fn a_job_gives_a_verified_kernel_a_report_and_a_package_and_is_not_done_twice() {
+    let home = tempfile::tempdir().unwrap();
+    let first = run(home.path());
+    let said = String::from_utf8_lossy(&first.stderr).into_owned();
+    assert!(first.status.success(), "{said}");
+    let summary: serde_json::Value = serde_json::from_slice(&first.stdout).unwrap();
+    assert_eq!(
+        (&summary["tasks"], &summary["refused"], &summary["failed"]),
+        (&2.into(), &1.into(), &0.into()),
+        "{said}"
+    );
+    let chain = &summary["results"][0];
+    assert!(chain["reward"].as_i64().unwrap() >= 1, "{chain}\n{said}");
+    assert!(chain["speedup"]["eager"].as_f64().unwrap() > 0.0);
+    let broken = summary["results"][1]["reason"].as_str().unwrap();
+    assert!(broken.contains("broken.py:3") && broken.contains("syntax error"), "{broken}");
+
+    let folder = home.path().join("results/small/chain");
+    for name in ["task.py", "attempts.jsonl", "verdict.json", "outcome.json", "best/model_new.py"] {
+        assert!(folder.join(name).is_file(), "{name}");
+    }
+    let report = std::fs::read_to_string(home.path().join("results/small/report.md")).unwrap();
+    assert!(report.contains("| chain |"));
+
+    let began = Instant::now();
+    let second = run(home.path());
+    assert!(second.status.success());
+    assert!(String::from_utf8_lossy(&second.stderr).contains("chain: done before"));
+    let again: serde_json::Value = serde_json::from_slice(&second.stdout).unwrap();
+    assert_eq!(again["results"], summary["results"]);
+    assert!(began.elapsed() < Duration::from_secs(60), "nothing was to do");
+
+    let package = home.path().join("my_chain");
+    let exported = program(home.path())
+        .args(["export", "--result", folder.to_str().unwrap(), "-o", package.to_str().unwrap()])
+        .output()
+        .unwrap();
+    assert!(exported.status.success(), "{}", String::from_utf8_lossy(&exported.stderr));
+    let python = Path::new(env!("CARGO_MANIFEST_DIR")).join(".kernelfleet/python/bin/python");
+    let check = "import torch\nfrom my_chain import Model, _reference\nm = Model().eval(); x = torch.randn(256, 4096)\nwith torch.no_grad():\n    assert m.why_reference(x) is None, m.why_reference(x)\n    torch.testing.assert_close(m(x), _reference.Model()(x))\n    assert m.why_reference(x) is None, m.why_reference(x)\n    assert 'shape' in m.why_reference(x[:2])";
+    let used = Command::new(python).args(["-c", check]).current_dir(home.path()).output().unwrap();
+    assert!(used.status.success(), "{}", String::from_utf8_lossy(&used.stderr));
+}
+
+#[test]
+fn an_interrupted_run_ends_soon_leaves_nothing_and_goes_on() {
+    let home = tempfile::tempdir().unwrap();
+    let job = home.path().join("job.yaml");
+    std::fs::write(&job, JOB).unwrap();
+    let temp = home.path().join("tmp");
+    std::fs::create_dir(&temp).unwrap();
+    let mut child = program(home.path())
+        .args(["run", job.to_str().unwrap(), "--device", "cpu", "--results", home.path().join("r").to_str().unwrap()])
+        .env("TMPDIR", &temp)
+        .stderr(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    // Once the task is opened there are processes and folders to leave behind.
+    use std::io::BufRead;
+    let mut lines = std::io::BufReader::new(child.stderr.take().unwrap()).lines();
+    assert!(lines.by_ref().any(|l| l.unwrap().contains("chain: checking")));
+    let pid = child.id().to_string();
+    let began = Instant::now();
+    assert!(Command::new("kill").args(["-INT", &pid]).status().unwrap().success());
+    let rest: Vec<String> = lines.map(|l| l.unwrap()).collect();
+    let status = child.wait().unwrap();
+    assert_eq!(status.code(), Some(130), "{rest:?}");
+    assert!(began.elapsed() < Duration::from_secs(10));
+    assert!(rest.iter().any(|l| l.contains("interrupted; what was done is kept")), "{rest:?}");
+    assert_eq!(std::fs::read_dir(&temp).unwrap().count(), 0, "folders are left");
+    assert!(!home.path().join("r/small/chain/outcome.json").exists());
+}
