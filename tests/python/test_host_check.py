@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from test_host import Host, host, task, zygote  # noqa: F401
+import torch
+from test_host import Host, Judged, host, task, zygote  # noqa: F401
 
 ACCEPTED = {
     "linear and relu": task(
@@ -63,3 +64,21 @@ def test_a_task_that_needs_no_work_or_is_unsound_is_refused(host: Host, code: st
 def test_a_counter_outside_the_state_dict_is_state(host: Host) -> None:  # noqa: F811
     opened(host, task("self.n += 1; return xs[0] * self.n", "torch.rand(8, 8)", "self.n = 0"))
     assert [r["code"] for r in host("check", inputs=3)["refusals"]] == ["stateful"]
+
+
+def test_after_a_check_the_parameter_set_and_its_buffers_are_the_callers(host: Host) -> None:  # noqa: F811
+    source = ACCEPTED["linear and relu"]
+    opened(host, source)
+    host("check", inputs=2)
+    judged = Judged(host, source)
+    host("check", inputs=2)
+    (x,) = judged.draw(1)
+    want = torch.relu(x @ judged.state["fc.weight"].T + judged.state["fc.bias"])
+    assert judged.says(want)["match"]
+
+
+def test_parameters_are_shared_after_a_check_too(host: Host) -> None:  # noqa: F811
+    opened(host, ACCEPTED["linear and relu"])
+    host("check", inputs=2)
+    reply, fds = host.raw("parameters", seed=7)
+    assert len(fds) == len(reply["tensors"]) == 2

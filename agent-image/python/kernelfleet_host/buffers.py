@@ -282,7 +282,13 @@ class CudaShared:
     def __init__(self, size: int) -> None:
         self._driver = Driver.get()
         self.size = self._driver.round(size)
-        self.handle = self._driver.create(self.size)
+        try:
+            self.handle = self._driver.create(self.size)
+        except Refused as refused:
+            if refused.code != "memory":
+                raise
+            torch.cuda.empty_cache()  # what torch keeps for itself may be enough
+            self.handle = self._driver.create(self.size)
         try:
             self._address = self._driver.reserve(self.size)
             self._driver.map(self._address, self.size, self.handle)

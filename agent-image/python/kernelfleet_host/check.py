@@ -143,6 +143,7 @@ class Check:
 
     def run(self) -> dict[str, Any]:
         """All of it; what the task raises is a refusal too."""
+        before = self.reference.seed
         for step in (self._runs, self._deterministic, self._own_state, self._accuracy, self._shortcuts, self._time):
             try:
                 step()
@@ -151,6 +152,8 @@ class Check:
                 break
             if any(r["code"] in ("random", "stateful", "not_finite", "empty") for r in self.refusals):
                 break
+        if before is not None:
+            self.reference.use(before)
         traced = self.reference.traced
         return {
             "accepted": not self.refusals,

@@ -92,6 +92,7 @@ class Reference:
         self._scratch: Slot | None = None
         self._timer: CpuTimer | CudaTimer | None = None
         self._graphs: dict[str, _Graph | None] = {}
+        self.windows = True  # slots are mapped in turn at the addresses that a graph reads
         self._exact = Exact(copy_bytes=(1 << 30) if device == "cpu" else (16 << 30))
         self._statistics: dict[tuple[int | None, str, float], list[Statistic | None]] = {}
         self._can_slice: bool | None = None
@@ -191,11 +192,10 @@ class Reference:
             for record, (name, meta) in zip(records, self.state_metas.items(), strict=True)
         }
 
-    def use(self, seed: int) -> bool:
-        """Makes the set of `seed` current, in the model and in shared buffers; True where those are new."""
+    def use(self, seed: int) -> None:
+        """Makes the set of `seed` current, in the model and in shared buffers."""
         values = self.state_values(seed)
         model = self._model()
-        first = not self._shared_state and bool(values)
         with told("loading a parameter set", self.task.path):
             parameters.install(model, values)
             for name, meta in self.state_metas.items():
@@ -210,7 +210,6 @@ class Reference:
             slot.sizes = []
         self._state_sums = {}
         self._sync()
-        return first
 
     def state_exports(self) -> list[Shared]:
         """Shared buffers of the state, in order."""
@@ -410,7 +409,14 @@ class Reference:
             self._restore_state()
         captured = self._graphs[name]
         if captured is not None:
-            captured.show(slot)
+            try:
+                captured.show(slot)
+            except Refused:  # no mapping in turn: capture again, on copies
+                self.windows = False
+                self._restore_state()
+                captured = self._graphs[name] = self._capture(call, slot)
+                self._restore_state()
+        if captured is not None:
             with told("replaying forward", self.task.path):
                 result, took = timer.run(captured.graph.replay)
             values = captured.inputs
@@ -891,7 +897,7 @@ class _Graph:
             window = None
             if meta is None:
                 self.inputs.append(value)
-            elif i in slot.pristine or not isinstance(shared, buffers.CudaShared):
+            elif i in slot.pristine or not reference.windows or not isinstance(shared, buffers.CudaShared):
                 self.inputs.append(slot.pristine.get(i, value).clone())
             else:
                 try:
@@ -959,7 +965,7 @@ def available_bytes(device: str) -> int:
     if device == "cuda":
         free, _ = torch.cuda.mem_get_info()
         return int(free) + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    room = 1 << 62
+    room = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):

@@ -32,6 +32,7 @@ class Session:
         self._reference: Reference | None = None
         self._compiled: Compiled | None = None
         self._floor: Message | None = None
+        self._exported = False
 
     def handlers(self) -> dict[str, Any]:
         """Handlers by op."""
@@ -89,6 +90,7 @@ class Session:
             self._reference.close()
         self._reference = None
         self._compiled = None
+        self._exported = False
         reference = self._reference = self._opened(request)
         return {
             "inputs": reference.inputs.wire(),
@@ -113,9 +115,10 @@ class Session:
     def parameters(self, request: Message) -> Reply:
         """`parameters`: tensors and descriptors with the first call, and whenever `first` asks for those from there."""
         reference = self.reference
-        new = reference.use(integer(request, "seed"))
-        if not new and "first" not in request:
+        reference.use(integer(request, "seed"))
+        if self._exported and "first" not in request:
             return {}
+        self._exported = True
         first = int(request.get("first") or 0)
         exports = reference.state_exports()
         records: list[Message] = []
