@@ -252,7 +252,10 @@ fn model(
     out.push_str("\n\nimport kernelfleet_ext as kf\n\n");
     if let Some(path) = kernels {
         out.push_str("TUNE = {@TUNE@}\n");
-        let _ = writeln!(out, "KERNELS = kf.load(\"{path}\", defines=TUNE)");
+        // Neither errno nor traps: with them, square roots and choices keep loops from becoming vectors. Nothing
+        // changes for NaN and infinities.
+        let flags = if path.ends_with(".cpp") { ", flags=[\"-fno-math-errno\", \"-fno-trapping-math\"]" } else { "" };
+        let _ = writeln!(out, "KERNELS = kf.load(\"{path}\", defines=TUNE{flags})");
         if steps.lines.iter().any(|line| line.contains("blocks(")) {
             out.push_str("\n\ndef blocks(count, each):\n    return -(-count // each)\n");
         }

@@ -71,7 +71,7 @@ pub fn operation(name: &str) -> Option<Operation> {
         "relu6" => op("pt_clamp_max(pt_clamp_min({0}, 0.0f), 6.0f)", ""),
         "hardsigmoid" => op("pt_hardsigmoid({0})", ""),
         "hardswish" => op("pt_hardswish({0})", ""),
-        "leaky_relu" => op("({0} > 0.0f ? {0} : {0} * {1})", ""),
+        "leaky_relu" => op("pt_leaky_relu({0}, {1})", ""),
         "elu" => op("pt_elu({0}, {1}, {2}, {3})", ""),
         "clamp_min" => op("pt_clamp_min({0}, {1})", "{0}.clamp_min({1})"),
         "clamp_max" => op("pt_clamp_max({0}, {1})", "{0}.clamp_max({1})"),
@@ -99,7 +99,7 @@ pub fn operation(name: &str) -> Option<Operation> {
 
 /// Functions that a source may call, in an order in which they can be defined.
 /// `kf_` functions come from `kernelfleet_math.h` on the CPU, where `-O3` alone leaves libm's calls scalar.
-const FUNCTIONS: [(&str, &str, bool); 37] = [
+const FUNCTIONS: [(&str, &str, bool); 38] = [
     ("kf_exp", "{F}(float x) { return expf(x); }", true),
     ("kf_log", "{F}(float x) { return logf(x); }", true),
     ("kf_log1p", "{F}(float x) { return log1pf(x); }", true),
@@ -112,24 +112,30 @@ const FUNCTIONS: [(&str, &str, bool); 37] = [
         "{F}(float x) { return 0.5f * x * (1.0f + tanhf(0.79788456080286536f * (x + 0.044715f * x * x * x))); }",
         true,
     ),
-    // Comparisons are written so that NaN comes through, as in PyTorch.
+    // Comparisons are written so that NaN comes through, as in PyTorch; both sides of a choice are computed
+    // before it, since compilers don't make vectors of arithmetic that is behind a condition.
     ("pt_clamp_min", "{F}(float x, float low) { return x < low ? low : x; }", false),
     ("pt_clamp_max", "{F}(float x, float high) { return x > high ? high : x; }", false),
-    ("pt_max", "{F}(float a, float b) { return (a > b || a != a) ? a : b; }", false),
-    ("pt_min", "{F}(float a, float b) { return (a < b || a != a) ? a : b; }", false),
+    (
+        "pt_leaky_relu",
+        "{F}(float x, float slope) {\n  const float below = x * slope;\n  return x > 0.0f ? x : below;\n}",
+        false,
+    ),
+    ("pt_max", "{F}(float a, float b) { return ((a > b) | (a != a)) ? a : b; }", false),
+    ("pt_min", "{F}(float a, float b) { return ((a < b) | (a != a)) ? a : b; }", false),
     ("pt_sign", "{F}(float x) { return x > 0.0f ? 1.0f : (x < 0.0f ? -1.0f : x); }", false),
     ("pt_isinf", "{B}(float x) { return fabsf(x) == INFINITY; }", false),
     // tanh(log(1 + e)) = (e^2 + 2 e) / (e^2 + 2 e + 2): one exponential, no cancellation.
     (
         "pt_mish",
         "{F}(float x) {\n  const float e = kf_exp(pt_clamp_max(x, 20.0f));\n  const float n = e * (e + 2.0f);\n  \
-         return x > 20.0f ? x : x * (n / (n + 2.0f));\n}",
+         const float y = x * (n / (n + 2.0f));\n  return x > 20.0f ? x : y;\n}",
         false,
     ),
     (
         "pt_softplus",
         "{F}(float x, float beta, float threshold) {\n  const float z = x * beta;\n  \
-         return z > threshold ? x : kf_log1p(kf_exp(pt_clamp_max(z, threshold))) / beta;\n}",
+         const float y = kf_log1p(kf_exp(pt_clamp_max(z, threshold))) / beta;\n  return z > threshold ? x : y;\n}",
         false,
     ),
     ("pt_log_sigmoid", "{F}(float x) { return pt_clamp_max(x, 0.0f) - kf_log1p(kf_exp(-fabsf(x))); }", false),
@@ -139,26 +145,30 @@ const FUNCTIONS: [(&str, &str, bool); 37] = [
     (
         "pt_expm1",
         "{F}(float x) {\n  const float u = kf_exp(x);\n  const float w = u - 1.0f;\n  \
-         return u == 1.0f ? x : (w == -1.0f || u == INFINITY ? w : w * x / kf_log(u));\n}",
+         const float y = w * x / kf_log(u);\n  const float edge = ((w == -1.0f) | (u == INFINITY)) ? w : y;\n  return u == 1.0f ? x : edge;\n}",
         false,
     ),
     (
         "pt_elu",
         "{F}(float x, float alpha, float scale, float input_scale) {\n  \
-         return x > 0.0f ? x * scale : pt_expm1(x * input_scale) * (alpha * scale);\n}",
+         const float above = x * scale, below = pt_expm1(x * input_scale) * (alpha * scale);\n  return x > 0.0f ? above : below;\n}",
         false,
     ),
-    ("pt_xlogy", "{F}(float x, float y) { return y != y ? y : (x == 0.0f ? 0.0f : x * kf_log(y)); }", false),
+    (
+        "pt_xlogy",
+        "{F}(float x, float y) { const float z = x * kf_log(y);\n  const float some = x == 0.0f ? 0.0f : z;\n  return y != y ? y : some; }",
+        false,
+    ),
     (
         "pt_huber",
         "{F}(float d, float delta) {\n  const float z = fabsf(d);\n  \
-         return z <= delta ? 0.5f * z * z : delta * (z - 0.5f * delta);\n}",
+         const float near = 0.5f * z * z, far = delta * (z - 0.5f * delta);\n  return z <= delta ? near : far;\n}",
         false,
     ),
     (
         "pt_smooth_l1",
         "{F}(float d, float beta) {\n  const float z = fabsf(d);\n  \
-         return z < beta ? 0.5f * z * z / beta : z - 0.5f * beta;\n}",
+         const float near = 0.5f * z * z / beta, far = z - 0.5f * beta;\n  return z < beta ? near : far;\n}",
         false,
     ),
     // Folds: `add` takes one more element in, `merge` joins two partial results.
@@ -166,10 +176,10 @@ const FUNCTIONS: [(&str, &str, bool); 37] = [
     ("sum_merge", "{V}(float& a, float b) { a += b; }", false),
     ("prod_add", "{V}(float& a, float x) { a *= x; }", false),
     ("prod_merge", "{V}(float& a, float b) { a *= b; }", false),
-    ("max_add", "{V}(float& a, float x) { a = (x > a || x != x) ? x : a; }", false),
-    ("max_merge", "{V}(float& a, float b) { a = (b > a || b != b) ? b : a; }", false),
-    ("min_add", "{V}(float& a, float x) { a = (x < a || x != x) ? x : a; }", false),
-    ("min_merge", "{V}(float& a, float b) { a = (b < a || b != b) ? b : a; }", false),
+    ("max_add", "{V}(float& a, float x) { a = ((x > a) | (x != x)) ? x : a; }", false),
+    ("max_merge", "{V}(float& a, float b) { a = ((b > a) | (b != b)) ? b : a; }", false),
+    ("min_add", "{V}(float& a, float x) { a = ((x < a) | (x != x)) ? x : a; }", false),
+    ("min_merge", "{V}(float& a, float b) { a = ((b < a) | (b != b)) ? b : a; }", false),
     // The first of equal extremes wins, NaN before all.
     (
         "argmax_merge",
@@ -191,16 +201,16 @@ const FUNCTIONS: [(&str, &str, bool); 37] = [
     // Online softmax: one exponential for each element, the sum is rescaled where the maximum moves.
     (
         "softmax_add",
-        "{V}(float& m, float& s, float x) {\n  const float d = x == m ? 0.0f : x - m;\n  \
-         const float t = kf_exp(-fabsf(d));\n  s = d > 0.0f ? s * t + 1.0f : s + t;\n  \
-         m = (x > m || x != x) ? x : m;\n}",
+        "{V}(float& m, float& s, float x) {\n  const float change = x - m;\n  const float d = x == m ? 0.0f : change;\n  \
+         const float t = kf_exp(-fabsf(d));\n  const float up = s * t + 1.0f, same = s + t;\n  \
+         s = d > 0.0f ? up : same;\n  m = ((x > m) | (x != x)) ? x : m;\n}",
         false,
     ),
     (
         "softmax_merge",
-        "{V}(float& m, float& s, float m2, float s2) {\n  const float d = m2 == m ? 0.0f : m2 - m;\n  \
-         const float t = kf_exp(-fabsf(d));\n  s = d > 0.0f ? s * t + s2 : s + s2 * t;\n  \
-         m = (m2 > m || m2 != m2) ? m2 : m;\n}",
+        "{V}(float& m, float& s, float m2, float s2) {\n  const float change = m2 - m;\n  const float d = m2 == m ? 0.0f : change;\n  \
+         const float t = kf_exp(-fabsf(d));\n  const float up = s * t + s2, same = s + s2 * t;\n  \
+         s = d > 0.0f ? up : same;\n  m = ((m2 > m) | (m2 != m2)) ? m2 : m;\n}",
         false,
     ),
 ];

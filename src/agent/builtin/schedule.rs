@@ -579,8 +579,11 @@ impl<'a> Scheduler<'a> {
     /// Adds a kernel's text, its scratch tensors and its launches.
     fn add(&mut self, kernel: Kernel, outputs: &[Vid], word: &str) {
         for (name, count, kind) in &kernel.scratch {
-            let dtype =
-                if *kind == "index" { if self.facts.wide { "torch.int64" } else { "torch.int32" } } else { kind };
+            let dtype = if *kind == "index" {
+                if self.facts.wide || self.device == Device::Cpu { "torch.int64" } else { "torch.int32" }
+            } else {
+                kind
+            };
             self.steps.lines.push(format!("{name} = kf.empty(({count},), dtype={dtype})"));
         }
         for launch in &kernel.launches {
