@@ -626,19 +626,16 @@ fn load_plan(
             "bytes": plan.buffers[output.buffer].bytes, "offset": output.offset, "dtype": output.dtype,
             "shape": output.shape, "strides": output.strides,
         });
-        let shared = match &plan.buffers[output.buffer].kind {
-            BufferKind::Input(i) => session.input_fds[0].get(*i).and_then(|f| f.as_ref()).map(|f| f.0.as_fd()),
-            BufferKind::Parameter(name) => session.parameter_fds.get(name).map(|f| f.0.as_fd()),
-            _ => run
-                .loaded
-                .outputs
-                .iter()
-                .chain(&run.loaded.constants)
-                .find(|b| b.buffer == output.buffer)
-                .map(|b| b.fd.as_fd()),
-        };
-        entry["fd"] = json!(fds.len());
-        fds.push(shared.ok_or_else(|| Error::Fault("an output is not shared".into()))?);
+        match &plan.buffers[output.buffer].kind {
+            BufferKind::Input(i) => entry["input"] = json!(i),
+            BufferKind::Parameter(name) => entry["parameter"] = json!(name),
+            _ => {
+                let own = run.loaded.outputs.iter().chain(&run.loaded.constants);
+                let shared = own.into_iter().find(|b| b.buffer == output.buffer);
+                entry["fd"] = json!(fds.len());
+                fds.push(shared.ok_or_else(|| Error::Fault("an output is not shared".into()))?.fd.as_fd());
+            }
+        }
         outputs.push(entry);
     }
     // Workspaces are poisoned too, so that nothing of an earlier sample is left in them.

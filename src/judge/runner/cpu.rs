@@ -543,6 +543,7 @@ struct SharedLibrary {
     handle: *mut c_void,
     path: String,
     exports: Vec<String>,
+    _memory: std::fs::File,
 }
 
 impl SharedLibrary {
@@ -567,11 +568,12 @@ impl SharedLibrary {
         // The runner itself was started by an exec, so its filter allows one; the candidate gets none.
         crate::sandbox::seccomp::forbid_programs().map_err(|e| failed(format!("can't be confined: {e}")))?;
         // SAFETY: `name` is a valid C string. Loading runs the library's constructors: hostile, as expected here.
+        // The descriptor stays open: a number used again would be a name that the loader believes it knows.
         let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
         if handle.is_null() {
             return Err(failed(last_dl_error().replace(&*name.to_string_lossy(), path)));
         }
-        Ok(Self { handle, path: path.to_owned(), exports: exported_functions(&bytes) })
+        Ok(Self { handle, path: path.to_owned(), exports: exported_functions(&bytes), _memory: memory })
     }
 
     fn symbol(&self, name: &str) -> Result<*const c_void, Fault> {
