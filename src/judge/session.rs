@@ -388,14 +388,14 @@ impl Session {
         Ok(self.host.ask(&body, &[], MINUTES).map_err(|e| task_error(&self.fixed.task, e))?.body)
     }
 
-    /// Every refusal of the contract for this task.
+    /// Every refusal of the contract for this task, looked for during at most about `seconds`.
     ///
     /// # Errors
     /// `Request` when the task can't be run.
-    pub fn check(&mut self) -> Result<Value, Error> {
+    pub fn check(&mut self, seconds: f64) -> Result<Value, Error> {
         let judge = Arc::clone(&self.fixed.judge);
-        let _held = judge.slice.hold();
-        let body = json!({"op": "check", "inputs": self.fixed.judge.options.inputs});
+        let _held = judge.slice.share();
+        let body = json!({"op": "check", "inputs": self.fixed.judge.options.inputs, "seconds": seconds});
         Ok(self.host.ask(&body, &[], MINUTES).map_err(|e| task_error(&self.fixed.task, e))?.body)
     }
 
@@ -507,6 +507,9 @@ impl Session {
         let seed =
             self.fixed.sets().get(index).map(|s| s.seed).ok_or_else(|| Error::Fault("no such parameter set".into()))?;
         let mut body = json!({"op": "parameters", "seed": seed});
+        if self.parameter_fds.is_empty() {
+            body["first"] = json!(0);
+        }
         let ask =
             |host: &mut Forked, body: &Value| host.ask(body, &[], MINUTES).map_err(|e| task_error(&self.fixed.task, e));
         let mut frame = ask(&mut self.host, &body)?;

@@ -252,11 +252,14 @@ impl Court for Real {
     }
 }
 
+/// How long a run looks for what refuses a task; `task check` takes longer.
+const CHECK_SECONDS: f64 = 8.0;
+
 struct Open(judge::Session);
 
 impl Bench for Open {
     fn check(&mut self) -> Result<Vec<String>, Trouble> {
-        Ok(refusals(&self.0.check()?))
+        Ok(refusals(&self.0.check(CHECK_SECONDS)?))
     }
 
     fn trace(&mut self) -> Result<Graph, Trouble> {
@@ -622,7 +625,7 @@ pub fn check(arguments: &CheckArguments) -> Result<(), Failure> {
             && let Some(judge) = &judge
         {
             let task = TaskSource { name: task.name, path: task.path, source: task.source };
-            match judge.open(&task).and_then(|mut session| session.check()) {
+            match judge.open(&task).and_then(|mut session| session.check(120.0)) {
                 Ok(mut facts) => {
                     for refusal in facts["refusals"].as_array().into_iter().flatten() {
                         line.refusals.push(syntax::Refusal {
