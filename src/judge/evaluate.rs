@@ -252,12 +252,17 @@ fn steps(
     if budget.compile && !cpu && session.baseline.is_none() {
         evidence.time("compile", |_| prepare_compile(session))?;
     }
-    if !cpu {
+    // A screening only ranks a sweep; it does not empty the device for that.
+    if !cpu && effort == Effort::Final {
         drop(held);
         held = evidence.time("wait", |_| judge.slice.hold());
     }
     let start = Instant::now();
     evidence.time("measure", |e| measure(session, &mut run, &budget, e))?;
+    if !cpu && effort == Effort::Screen {
+        evidence.measurement = Some(Measurement::Shared);
+        evidence.notes.push("a screening beside other work: for ranking only".into());
+    }
     if budget.compile {
         evidence.time("compile", |e| against_compile(session, e))?;
     }

@@ -5,7 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use serde_json::{Value, json};
@@ -36,15 +36,25 @@ impl Error {
 }
 
 /// The right to use the device: shared (verification, baselines being built) or exclusive (measurement), among
-/// all judges that are given the same one.
+/// all judges that are given the same one. Who measures waits until nobody else works; who works waits only for
+/// measurements, so that those gather and run in a row instead of emptying the device for each.
 #[derive(Debug, Default)]
-pub struct Slice(RwLock<()>);
+pub struct Slice {
+    users: Mutex<Users>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Users {
+    sharing: usize,
+    exclusive: bool,
+}
 
 /// A held slice; given back when dropped.
 #[derive(Debug)]
-pub enum Held<'a> {
-    Shared(RwLockReadGuard<'a, ()>),
-    Exclusive(RwLockWriteGuard<'a, ()>),
+pub struct Held<'a> {
+    slice: &'a Slice,
+    exclusive: bool,
 }
 
 impl Slice {
@@ -53,14 +63,41 @@ impl Slice {
         Arc::new(Self::default())
     }
 
+    fn users(&self) -> MutexGuard<'_, Users> {
+        self.users.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Waits until nobody measures.
     pub fn share(&self) -> Held<'_> {
-        Held::Shared(self.0.read().unwrap_or_else(PoisonError::into_inner))
+        let mut users = self.users();
+        while users.exclusive {
+            users = self.changed.wait(users).unwrap_or_else(PoisonError::into_inner);
+        }
+        users.sharing += 1;
+        Held { slice: self, exclusive: false }
     }
 
     /// Waits until nobody else uses the device.
     pub fn hold(&self) -> Held<'_> {
-        Held::Exclusive(self.0.write().unwrap_or_else(PoisonError::into_inner))
+        let mut users = self.users();
+        while users.exclusive || users.sharing > 0 {
+            users = self.changed.wait(users).unwrap_or_else(PoisonError::into_inner);
+        }
+        users.exclusive = true;
+        Held { slice: self, exclusive: true }
+    }
+}
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        let mut users = self.slice.users();
+        if self.exclusive {
+            users.exclusive = false;
+        } else {
+            users.sharing = users.sharing.saturating_sub(1);
+        }
+        drop(users);
+        self.slice.changed.notify_all();
     }
 }
 
