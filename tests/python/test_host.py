@@ -459,3 +459,15 @@ def test_the_copy_rate_and_cache_size_are_measured(host: Host) -> None:
     host("open", source=LINEAR, path="t.py", device="cpu", precision="reference", threads=1, slots=1)
     said = host("floor")
     assert said["copy_gbps"] > 0.1 and said["l2_bytes"] > 1 << 16
+
+
+def test_a_task_that_was_estimated_opens_like_any_other(host: Host) -> None:
+    request = {"source": NORM, "path": "n.py", "device": "cpu", "precision": "reference", "threads": 1, "slots": 1}
+    estimated = host("estimate", **request)
+    assert estimated["parameter_bytes"] == 4 * 6 * 4 + 8
+    judged = Judged(host, NORM)
+    (x,) = judged.draw(1)
+    s = judged.state
+    args = (s["norm.running_mean"], s["norm.running_var"], s["norm.weight"], s["norm.bias"])
+    assert judged.says(torch.nn.functional.batch_norm(x, *args))["match"]
+    assert host("open", **request)["inputs"] == judged.opened["inputs"]

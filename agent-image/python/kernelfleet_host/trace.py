@@ -44,12 +44,17 @@ def meta_model(task: Task, built: torch.nn.Module | None = None) -> torch.nn.Mod
 
 
 def _to_meta(model: torch.nn.Module) -> torch.nn.Module:
+    made: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and not parameter.is_meta:
-                parameter.data = parameter.data.to("meta")
-                module._parameters[name] = parameter
-        for name, buffer in module._buffers.items():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None or parameter.is_meta:
+                continue
+            twin = made.get(id(parameter))  # tied parameters stay tied
+            if twin is None:
+                twin = torch.nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
+                made[id(parameter)] = twin
+            setattr(module, name, twin)  # recurrent modules keep lists of their weights up to date by this
+        for name, buffer in list(module._buffers.items()):
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 module._buffers[name] = buffer.to("meta")
     return model
