@@ -154,7 +154,8 @@ fn every_traced_graph_gives_a_candidate_or_a_reason() {
         match propose(&task, &graph, device, &facts) {
             Ok(proposal) => {
                 println!("OK {stem} {} | {}", proposal.candidates.len(), proposal.covered.join(" | "));
-                for (file, text) in &proposal.candidates[0].files {
+                let which = fact("VARIANT", 0).unsigned_abs() as usize % proposal.candidates.len();
+                for (file, text) in &proposal.candidates[which].files {
                     let to = std::path::Path::new(&out).join(&stem).join(file);
                     std::fs::create_dir_all(to.parent().unwrap()).unwrap();
                     std::fs::write(to, text).unwrap();
