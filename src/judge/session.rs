@@ -317,11 +317,19 @@ impl Judge {
     /// `Request` when the task is refused, with its file and line.
     pub fn open(self: &Arc<Self>, task: &TaskSource) -> Result<Session, Error> {
         let mut host = self.fork_host("host").map_err(|e| Error::Fault(e.to_string()))?;
+        // `torch.compile` reads the file that code names: the host gets a copy where it may read.
+        let mut given = task.clone();
+        if let Some(scratch) = &host.scratch {
+            let name = task.path.file_name().unwrap_or_else(|| std::ffi::OsStr::new("task.py"));
+            given.path = scratch.path().join(name);
+            std::fs::write(&given.path, &task.source)
+                .map_err(|e| Error::Fault(format!("the task can't be laid out for its host: {e}")))?;
+        }
         let fail = |e| task_error(task, e);
         let mut slots = 1;
         let mut reserved = None;
         if self.options.device == Device::Cuda {
-            let mut body = self.open_request(task, 1);
+            let mut body = self.open_request(&given, 1);
             body["op"] = json!("estimate");
             let estimate = host.ask(&body, &[], MINUTES).map_err(fail)?.body;
             let number = |key: &str| estimate[key].as_u64().unwrap_or(0);
@@ -343,7 +351,7 @@ impl Judge {
             reserved = Some(self.memory.reserve(need.min(most), most));
         }
         let _shared = self.slice.share();
-        let described = host.ask(&self.open_request(task, slots), &[], MINUTES).map_err(fail)?.body;
+        let described = host.ask(&self.open_request(&given, slots), &[], MINUTES).map_err(fail)?.body;
         let inputs = described["inputs"].as_array().cloned().unwrap_or_default();
         let state: Vec<WireTensor> = serde_json::from_value(described["state"].clone())
             .map_err(|e| Error::Fault(format!("the reference host described its state badly: {e}")))?;

@@ -72,7 +72,7 @@ def manifest(path: Path, name: str, compile_baseline: bool = True) -> Path:
     text = (
         "apiVersion: kernelfleet.dev/v1alpha1\nkind: OptimizationJob\n"
         f"metadata: {{name: {name}}}\n"
-        "spec:\n  tasks: {taskSet: {name: kernelbench}}\n  policy: {builtin: {}}\n"
+        "spec:\n  tasks: {taskSet: {name: kernelbench}}\n  policy: {builtin: {}}\n  agent: {maxTurns: 6}\n"
         "  judge: {gpuPool: local, precision: reference}\n"
     )
     path.write_text(text)

@@ -5,6 +5,7 @@ Knows the table "Reference host" of `docs/interfaces.md`. Must not know how anyt
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 from typing import Any
@@ -217,7 +218,12 @@ class Session:
     def check(self, request: Message) -> Reply:
         """`check`."""
         seconds = float(request.get("seconds") or 300.0)
-        return check(self.reference, max(2, int(request.get("inputs") or 5)), seconds)
+        try:
+            return check(self.reference, max(2, int(request.get("inputs") or 5)), seconds)
+        finally:
+            if self.reference.device == "cuda":  # what a check held is the runner's next
+                gc.collect()
+                torch.cuda.empty_cache()
 
     def hash(self, request: Message, fds: list[int]) -> Reply:
         """`hash`."""
