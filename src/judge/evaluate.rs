@@ -613,6 +613,10 @@ fn load_plan(
     };
     run.loaded = match run.runner.load(&request, RUNNER) {
         Ok(loaded) => loaded,
+        // A plan of honest size that finds no memory met other work on the card: no verdict on the candidate.
+        Err(RunnerError::Refused(f)) if f.code == "memory" && plan_bytes(plan) < judge.device.memory_bytes / 2 => {
+            return Err(Error::Fault(format!("{}: run it again, with fewer tasks at once", f.message)).into());
+        }
         Err(e) => return Err(run.failure(e)),
     };
     drop(request);
@@ -657,6 +661,10 @@ fn load_plan(
         other => Stop::Error(task_error(&session.fixed.task, other)),
     })?;
     Ok(run)
+}
+
+fn plan_bytes(plan: &Plan) -> u64 {
+    plan.buffers.iter().fold(0, |sum, b| sum.saturating_add(b.bytes))
 }
 
 fn limit(eager_us: f64) -> Duration {

@@ -208,6 +208,12 @@ pub(super) const MINUTES: Duration = Duration::from_secs(600);
 /// A fault in a helper process is a fault of the judge; a refusal about the task is a request error.
 pub(super) fn task_error(task: &TaskSource, error: process::Error) -> Error {
     match error {
+        // Other tasks may hold what is missing now; one that can never fit is refused by its estimate.
+        process::Error::Refused(refused) if refused.code == "memory" => Error::Fault(format!(
+            "{}: {}: run it again, with fewer tasks at once",
+            task.path.display(),
+            refused.message
+        )),
         process::Error::Refused(refused) => {
             let line = refused.body["line"].as_u64().map(|l| format!(":{l}")).unwrap_or_default();
             Error::Request {
@@ -335,7 +341,9 @@ impl Judge {
             let number = |key: &str| estimate[key].as_u64().unwrap_or(0);
             let set = number("input_bytes") + number("output_bytes");
             slots = usize::try_from((16u64 << 30) / set.max(1)).unwrap_or(1).clamp(1, 10);
-            let need = number("parameter_bytes") * 4 + number("peak_bytes") * 3 + set * slots as u64 + (1 << 30);
+            // The check keeps copies in double precision beside the sets that are measured on, the runner its own
+            // workspaces, each process a context.
+            let need = number("parameter_bytes") * 6 + number("peak_bytes") * 6 + set * (slots as u64 + 2) + (3 << 30);
             let most = self.device.memory_bytes.saturating_sub(4 << 30);
             if number("parameter_bytes") + number("peak_bytes") > most {
                 return Err(Error::request(

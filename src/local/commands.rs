@@ -440,7 +440,7 @@ fn one_job(
         target: job.spec.target.clone(),
         workers: match device {
             Device::Cpu => 1,
-            Device::Cuda => (environment.toolchain.threads * 5 / 8).clamp(1, 12),
+            Device::Cuda => (environment.toolchain.threads / 2).clamp(1, 8),
         },
     };
     eprintln!(
