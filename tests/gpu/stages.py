@@ -135,7 +135,39 @@ def policy(tasks: Path) -> dict[str, Any]:
         arguments += ["--tasks", str(tasks / f"level{level}")]
     status, out, err, seconds = command(arguments, float(os.environ.get("KERNELFLEET_STAGE_SECONDS", SECONDS)))
     summary = json.loads(out) if out.strip().startswith("{") else None
-    return {"status": status, "seconds": seconds, "summary": summary, "stderr": err[-6000:]}
+    rows = outcomes(WORK / "policy")
+    return {
+        "status": status,
+        "levels": levels,
+        "seconds": seconds,
+        "rows": rows,
+        "summary": summary,
+        "stderr": err[-6000:],
+    }
+
+
+def outcomes(folder: Path) -> list[dict[str, Any]]:
+    """One row a task that is done, from what `kernelfleet run` keeps; a stage that was cut has fewer."""
+    rows = []
+    for path in sorted(folder.glob("**/outcome.json")):
+        outcome = json.loads(path.read_text())["outcome"]
+        verdict = outcome.get("verdict") or {}
+        rows.append(
+            {
+                "task": outcome["task"],
+                "state": outcome["state"],
+                "reason": outcome.get("reason") or (verdict.get("reason") or {}).get("message"),
+                "code": (verdict.get("reason") or {}).get("code"),
+                "attempts": outcome["attempts"],
+                "seconds": round(outcome["seconds"], 1),
+                **{
+                    key: verdict.get(key)
+                    for key in ("reward", "grade", "measurement", "speedup", "time_us", "samples", "notes")
+                },
+                "phases_seconds": verdict.get("phases_seconds"),
+            }
+        )
+    return rows
 
 
 def repeat(tasks: Path) -> dict[str, Any]:
