@@ -173,6 +173,9 @@ enum Task {
         root: Option<PathBuf>,
         #[arg(long, value_enum, default_value_t = DeviceWord::Auto)]
         device: DeviceWord,
+        /// Longest that what refuses one task is looked for, seconds
+        #[arg(long, default_value_t = 120.0)]
+        seconds: f64,
         /// Only what the syntax shows; nothing is run
         #[arg(long = "static")]
         syntax_only: bool,
@@ -265,12 +268,13 @@ fn dispatch(command: Subcommands) -> Result<(), Failure> {
             fresh: run.fresh,
         }),
         Subcommands::Judge(judge) => commands::judge(&judge_arguments(judge)),
-        Subcommands::Task(Task::Check { paths, root, device, syntax_only, output }) => {
+        Subcommands::Task(Task::Check { paths, root, device, seconds, syntax_only, output }) => {
             commands::check(&commands::CheckArguments {
                 paths,
                 root,
                 device: device.get(),
                 r#static: syntax_only,
+                seconds,
                 output: output.get(),
             })
         }

@@ -579,6 +579,8 @@ pub struct CheckArguments {
     pub root: Option<PathBuf>,
     pub device: Option<Device>,
     pub r#static: bool,
+    /// Longest that what refuses one task is looked for.
+    pub seconds: f64,
     pub output: Output,
 }
 
@@ -625,7 +627,7 @@ pub fn check(arguments: &CheckArguments) -> Result<(), Failure> {
             && let Some(judge) = &judge
         {
             let task = TaskSource { name: task.name, path: task.path, source: task.source };
-            match judge.open(&task).and_then(|mut session| session.check(120.0)) {
+            match judge.open(&task).and_then(|mut session| session.check(arguments.seconds)) {
                 Ok(mut facts) => {
                     for refusal in facts["refusals"].as_array().into_iter().flatten() {
                         line.refusals.push(syntax::Refusal {

@@ -99,3 +99,77 @@ impl Episode for Sweep {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::judge::verdict::{Against, Grade, Interval, Measurement, PROCEDURE, Times};
+
+    fn sweep() -> Sweep {
+        let meta = json!({"dtype": "float32", "shape": [64, 1000], "strides": [1000, 1]});
+        let graph: Graph = serde_json::from_value(json!({
+            "inputs": [{"id": "t0", "dtype": "float32", "shape": [64, 1000], "strides": [1000, 1]}],
+            "parameters": [], "outputs": ["t1"], "structure": "tensor",
+            "nodes": [{"id": "t1", "ids": ["t1"], "op": "aten._softmax.default",
+                       "args": [{"t": "t0"}, 1, false], "outputs": [meta]}],
+        }))
+        .unwrap();
+        let source = "import torch\nfrom torch import nn\n\n\nclass Model(nn.Module):\n    def forward(self, x):\n        return torch.softmax(x, 1)\n";
+        let task = TaskSource { name: "t".into(), path: "t.py".into(), source: source.into() };
+        let proposal = crate::agent::builtin::propose(&task, &graph, Device::Cuda, &Facts::default()).unwrap();
+        assert!(proposal.candidates.len() > 2, "there is something to sweep");
+        Sweep { proposal, stage: Stage::Defaults, batch: vec![], base: None, best: BTreeMap::new() }
+    }
+
+    fn verdict(time: Option<f64>) -> Verdict {
+        let interval = time.map(|t| Interval { median: t, low: t, high: t });
+        Verdict {
+            reward: if time.is_some() { 1 } else { -1 },
+            correct: time.is_some(),
+            reason: None,
+            grade: Grade::Enforced,
+            isolation: vec![],
+            measurement: Measurement::Shared,
+            notes: vec![],
+            speedup: Against::default(),
+            time_us: Times { candidate: interval, ..Times::default() },
+            samples: 1,
+            compared: 1,
+            launches: vec![],
+            device: BTreeMap::new(),
+            versions: BTreeMap::new(),
+            precision: String::new(),
+            tolerance: String::new(),
+            procedure: PROCEDURE.into(),
+            phases_seconds: BTreeMap::new(),
+            digests: BTreeMap::new(),
+            audit: vec![],
+            cached: false,
+        }
+    }
+
+    #[test]
+    fn a_sweep_ends_where_the_defaults_are_wrong() {
+        let mut sweep = sweep();
+        assert_eq!(sweep.next().len(), 1);
+        sweep.learn(0, &verdict(None));
+        assert!(sweep.next().is_empty());
+    }
+
+    #[test]
+    fn what_helped_alone_is_tried_together_and_then_it_ends() {
+        let mut sweep = sweep();
+        sweep.next();
+        sweep.learn(0, &verdict(Some(10.0)));
+        let others = sweep.next().len();
+        assert!(others > 1);
+        for index in 0..others {
+            sweep.learn(index, &verdict(Some(8.0)));
+        }
+        let together = sweep.next();
+        assert_eq!(together.len(), usize::from(sweep.best.len() > 1));
+        assert!(sweep.next().is_empty());
+    }
+}

@@ -25,7 +25,7 @@ mod tests;
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
-use crate::judge::{Candidate, TaskSource};
+use crate::judge::TaskSource;
 use crate::plan::{Device, Structure};
 use crate::task::graph::Graph;
 pub use kernels::Knob;
@@ -148,55 +148,6 @@ impl Proposal {
         let changed = chosen.iter().map(|(name, value)| format!("{name}={value}")).collect::<Vec<_>>().join(", ");
         Variant { files, parameters: if changed.is_empty() { "defaults".into() } else { changed } }
     }
-}
-
-/// The best variant and its time.
-#[derive(Clone, Debug)]
-pub struct Found {
-    pub variant: Variant,
-    pub time_us: f64,
-    /// Everything tried, in order: parameters and time (`None`: not correct or failed).
-    pub tried: Vec<(String, Option<f64>)>,
-}
-
-/// Judges the variants, then the best values of all parameters together, and keeps the fastest. `judge` gives the
-/// time of a correct candidate in microseconds; it is called at most `CANDIDATES + 1` times, one at a time.
-pub fn search(proposal: &Proposal, judge: &mut dyn FnMut(&Candidate) -> Option<f64>) -> Option<Found> {
-    let mut tried = vec![];
-    let mut best: Option<(Variant, f64)> = None;
-    let mut by_knob: BTreeMap<String, (i64, f64)> = BTreeMap::new();
-    let mut base = None;
-    let mut attempt = |variant: &Variant, tried: &mut Vec<(String, Option<f64>)>| {
-        let time = judge(&Candidate { files: variant.files.clone() });
-        tried.push((variant.parameters.clone(), time));
-        if let Some(time) = time
-            && best.as_ref().is_none_or(|(_, known)| time < *known)
-        {
-            best = Some((variant.clone(), time));
-        }
-        time
-    };
-    for (i, variant) in proposal.candidates.iter().enumerate() {
-        let time = attempt(variant, &mut tried);
-        if i == 0 {
-            base = time;
-            // If the defaults aren't correct, neither are other block sizes.
-            if time.is_none() {
-                break;
-            }
-        } else if let (Some(time), Some((name, value))) = (time, variant.parameters.split_once('='))
-            && let Ok(value) = value.parse::<i64>()
-            && base.is_some_and(|base| time < base * 0.99)
-            && by_knob.get(name).is_none_or(|(_, known)| time < *known)
-        {
-            by_knob.insert(name.to_owned(), (value, time));
-        }
-    }
-    if by_knob.len() > 1 {
-        let together = proposal.variant(&by_knob.into_iter().map(|(name, (value, _))| (name, value)).collect());
-        attempt(&together, &mut tried);
-    }
-    best.map(|(variant, time_us)| Found { variant, time_us, tried })
 }
 
 /// The kernels' file: what all kernels share, the functions that they call, the kernels.
