@@ -144,8 +144,8 @@ pub(super) fn runner(toolchain: &Toolchain, device: Device, beside_helper: bool)
     Confinement {
         read,
         write,
-        // A filter that forbids `execve` can't be there before the runner is; it filters itself when it starts.
-        seccomp: None,
+        // On a card the runner is our own program, and its filter has not run beside a driver yet.
+        seccomp: (device == Device::Cpu).then(seccomp::runner_cpu),
         limits,
         env: env.into_iter().collect(),
         ..base([&toolchain.program])

@@ -236,7 +236,8 @@ pub fn host() -> Vec<u8> {
     bytes(&program(Role { processes: true, programs: true, unix: true }))
 }
 
-/// Takes from this process, all its threads included, the right to start programs. For good.
+/// Takes from this process, all its threads included, the right to start programs, and from others of its user
+/// the right to read its memory. For good.
 ///
 /// # Errors
 /// When the kernel refuses the filter.
@@ -247,9 +248,10 @@ pub fn forbid_programs() -> std::io::Result<()> {
     }
     program.push(instruction(RET_K, 0, 0, ALLOW));
     let filter = libc::sock_fprog { len: u16::try_from(program.len()).unwrap_or(0), filter: program.as_mut_ptr() };
-    // SAFETY: the first call takes numbers; the second reads `filter` and the program that it points to, both alive.
+    // SAFETY: the first two calls take numbers; the third reads `filter` and the program that it points to, both alive.
     unsafe {
         if libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) < 0
+            || libc::prctl(libc::PR_SET_DUMPABLE, 0, 0, 0, 0) < 0
             || libc::syscall(
                 libc::SYS_seccomp,
                 libc::SECCOMP_SET_MODE_FILTER,
@@ -261,27 +263,6 @@ pub fn forbid_programs() -> std::io::Result<()> {
         }
     }
     Ok(())
-}
-
-/// Puts the calling process under a filter for good. For a program that confines itself once it runs, since a
-/// filter that forbids `execve` can't be there before.
-///
-/// # Errors
-/// When the kernel has no seccomp or new privileges are still possible.
-pub fn install(program: &[u8]) -> std::io::Result<()> {
-    let aligned: Vec<u64> =
-        program.chunks_exact(8).map(|c| u64::from_ne_bytes([c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7]])).collect();
-    let filter = libc::sock_fprog {
-        len: u16::try_from(aligned.len()).map_err(std::io::Error::other)?,
-        filter: aligned.as_ptr().cast::<sock_filter>().cast_mut(),
-    };
-    // SAFETY: the kernel copies the program during the call; `aligned` outlives it and is aligned for it.
-    let done = unsafe {
-        libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
-        libc::prctl(libc::PR_SET_DUMPABLE, 0, 0, 0, 0);
-        libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const filter, 0, 0)
-    };
-    if done == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) }
 }
 
 /// The program as an array of `struct sock_filter`, in this machine's byte order.

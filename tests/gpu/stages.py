@@ -66,7 +66,7 @@ def task_files(tasks: Path, levels: list[int]) -> list[Path]:
     return [p for level in levels for p in sorted((tasks / f"level{level}").glob("*.py"), key=number)]
 
 
-def manifest(path: Path, name: str, compile_baseline: bool = True) -> Path:
+def manifest(path: Path, name: str) -> Path:
     """An OptimizationJob for the built-in policy on this card; its tasks come by --tasks."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = (

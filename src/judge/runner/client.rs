@@ -7,9 +7,9 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
-use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -19,9 +19,10 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
 use super::{
-    Arithmetic, BUFFERS_PER_FRAME, CHANNEL_FD, CPU_COMMAND, CUDA_COMMAND, Fault, Item, LaunchInfo, NodeTime,
-    NullSamples, Sample, output_buffers,
+    Arithmetic, BUFFERS_PER_FRAME, CPU_COMMAND, CUDA_COMMAND, Fault, Item, LaunchInfo, NodeTime, NullSamples, Sample,
+    output_buffers,
 };
+use crate::judge::process;
 use crate::judge::wire::{Channel, Error as WireError, Frame};
 use crate::plan::{BufferKind, Device, Plan};
 
@@ -139,20 +140,11 @@ impl Runner {
             Device::Cuda => CUDA_COMMAND,
         });
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-        let end = theirs.as_raw_fd();
-        let place = move || {
-            // SAFETY: both calls are async-signal-safe and act on descriptors of the child only. `dup2` clears
-            // the close-on-exec flag unless both numbers are equal, which `fcntl` covers.
-            let done = unsafe {
-                if end == CHANNEL_FD { libc::fcntl(end, libc::F_SETFD, 0) } else { libc::dup2(end, CHANNEL_FD) }
-            };
-            if done < 0 { Err(std::io::Error::last_os_error()) } else { Ok(()) }
-        };
-        // SAFETY: the closure allocates nothing and calls async-signal-safe functions only.
-        unsafe { command.pre_exec(place) };
+        process::descriptor_three(&mut command, theirs.into());
         configure(&mut command);
         let child = command.spawn().map_err(|e| io(&format!("starting {} as a runner", program.display()), e))?;
-        drop(theirs);
+        // The command owns the child's end: while it lived, the end of the child would not close the socket.
+        drop(command);
         Ok(Self { channel, child, device, stopped: false, over: false, id: 0 })
     }
 

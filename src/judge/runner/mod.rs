@@ -232,14 +232,6 @@ pub fn parse<T: serde::de::DeserializeOwned>(body: Value) -> Result<T, Fault> {
     serde_json::from_value(body).map_err(|e| Fault::new("request", format!("the request can't be read: {e}")))
 }
 
-/// Puts this process under its filter of system calls before anything hostile is loaded; ends it where that fails.
-fn filter(program: &[u8]) {
-    if let Err(error) = crate::sandbox::seccomp::install(program) {
-        eprintln!("the runner can't be confined: {error}");
-        std::process::exit(70);
-    }
-}
-
 /// Answers requests until the other end closes, then ends the process without running exit handlers
 /// (a candidate's library may have left some).
 pub fn serve(mut channel: Channel, device: &mut dyn Serve) -> ! {
