@@ -9,7 +9,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
@@ -75,7 +75,9 @@ fn ask(
         };
         Error::Gone { role: role.to_owned(), what, timeout }
     };
+    let start = Instant::now();
     let frame = channel.call(body, fds, Some(timeout)).map_err(gone)?;
+    tracing::debug!(role, op = body["op"].as_str().unwrap_or("?"), seconds = start.elapsed().as_secs_f64(), "answered");
     if frame.body["ok"].as_bool() == Some(true) {
         return Ok(frame);
     }

@@ -259,7 +259,9 @@ struct Open(judge::Session);
 
 impl Bench for Open {
     fn check(&mut self) -> Result<Vec<String>, Trouble> {
-        Ok(refusals(&self.0.check(CHECK_SECONDS)?))
+        let answer = self.0.check(CHECK_SECONDS)?;
+        tracing::debug!(phases = %answer["phases_seconds"], notes = %answer["notes"], "checked");
+        Ok(refusals(&answer))
     }
 
     fn trace(&mut self) -> Result<Graph, Trouble> {
@@ -440,7 +442,14 @@ fn one_job(
         target: job.spec.target.clone(),
         workers: match device {
             Device::Cpu => 1,
-            Device::Cuda => (environment.toolchain.threads / 2).clamp(1, 8),
+            Device::Cuda => job
+                .spec
+                .agent
+                .parallelism
+                .and_then(|most| usize::try_from(most).ok())
+                .unwrap_or(usize::MAX)
+                .min(environment.toolchain.threads / 2)
+                .clamp(1, 8),
         },
     };
     eprintln!(
@@ -451,6 +460,9 @@ fn one_job(
     let began = Instant::now();
     let judge =
         Judge::start(&environment.toolchain, options, Slice::new()).map_err(|e| Failure::from(Trouble::from(e)))?;
+    if tasks.len() > 2 {
+        judge.warm();
+    }
     let court = Real { judge, modules: environment.python.modules.clone() };
     let policy = policy::Builtin::new(device, environment);
     let progress = Progress::new(tasks.len());

@@ -136,6 +136,7 @@ class Check:
         self._constants: list[float] | None = None
         self.eager_us: float | None = None
         self.wall_us: float | None = None
+        self.phases: dict[str, float] = {}
 
     def refuse(self, code: str, message: str, line: int | None = None) -> None:
         """Adds a refusal."""
@@ -145,11 +146,14 @@ class Check:
         """All of it; what the task raises is a refusal too."""
         before = self.reference.seed
         for step in (self._runs, self._deterministic, self._own_state, self._accuracy, self._shortcuts, self._time):
+            start = time.monotonic()
             try:
                 step()
             except Refused as refused:
                 self.refuse(refused.code, refused.message, refused.extra.get("line"))
                 break
+            finally:
+                self.phases[step.__name__.lstrip("_")] = round(time.monotonic() - start, 3)
             if any(r["code"] in ("random", "stateful", "not_finite", "empty") for r in self.refusals):
                 break
         if before is not None:
@@ -163,6 +167,7 @@ class Check:
             "wall_us": self.wall_us,
             "operators": dict(sorted(traced.operators.items())) if traced is not None else {},
             "memory_bytes": traced.peak_bytes if traced is not None else 0,
+            "phases_seconds": self.phases,
             "reference_error": finite(self.error) if self.error is not None else None,
         }
 

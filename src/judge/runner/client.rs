@@ -497,11 +497,14 @@ impl Runner {
     }
 
     fn ask_frame(&mut self, op: &str, body: Value, fds: &[BorrowedFd<'_>], timeout: Duration) -> Result<Frame, Error> {
+        let start = Instant::now();
         self.send(op, body, fds)?;
         if self.stopped {
             self.cont()?;
         }
-        self.receive(op, timeout)
+        let frame = self.receive(op, timeout);
+        tracing::debug!(role = "runner", op, seconds = start.elapsed().as_secs_f64(), "answered");
+        frame
     }
 
     fn ask<T: DeserializeOwned>(
@@ -534,6 +537,7 @@ impl Runner {
         };
         let frame = self.receive(op, timeout)?;
         let wall = start.elapsed();
+        tracing::debug!(role = "runner", op, seconds = wall.as_secs_f64(), "answered");
         no_descriptors(op, &frame)?;
         Ok((decode(op, frame.body)?, wall))
     }
