@@ -5,6 +5,7 @@
 //! only the program itself runs. Everything that needs memory is made before the fork.
 
 pub mod seccomp;
+pub mod workspace;
 
 use std::collections::{BTreeMap, HashSet};
 use std::io;
