@@ -92,12 +92,12 @@ impl Default for ExportLimits {
 }
 
 /// Why something could not be done. All but the last two are the agent's own mistakes and worth telling it.
-#[derive(Debug, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 pub enum Error {
     #[error("{path} does not exist")]
     NotFound { path: String },
     #[error("{path} is {what}, not a file")]
-    NotAFile { path: String, what: &'static str },
+    NotAFile { path: String, what: String },
     #[error("{path} is not a folder")]
     NotAFolder { path: String },
     #[error("{path} is outside the workspace, or a link that leads out of it; only files in the workspace can be used")]
@@ -117,14 +117,20 @@ pub enum Error {
     #[error("the sandbox is gone: {0}")]
     Gone(String),
     #[error("the sandbox failed: {0}")]
-    Io(#[from] std::io::Error),
+    Failed(String),
 }
 
 impl Error {
     /// Whether the sandbox is at fault and not its user.
     #[must_use]
     pub fn is_fault(&self) -> bool {
-        matches!(self, Self::Gone(_) | Self::Io(_))
+        matches!(self, Self::Gone(_) | Self::Failed(_))
+    }
+}
+
+impl From<std::io::Error> for Error {
+    fn from(error: std::io::Error) -> Self {
+        Self::Failed(error.to_string())
     }
 }
 
