@@ -1,0 +1,119 @@
+//! Evidence: what is known of a candidate, launch by launch, and what of it can't be.
+//!
+//! Knows figures that were taken. Must not know how to take a verdict from them.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Instant;
+
+use serde_json::json;
+
+use super::run::Run;
+use super::{Stop, incorrect};
+use crate::judge::Device;
+use crate::judge::session::{MINUTES, Session};
+use crate::judge::timing;
+use crate::judge::verdict::{Against, Interval, LaunchEvidence, Measurement};
+use crate::plan::{self, Library, Op, Plan};
+
+/// What is known of the candidate so far; becomes the verdict whatever happens.
+#[derive(Default)]
+pub(super) struct Evidence {
+    pub(super) phases: BTreeMap<String, f64>,
+    pub(super) isolation: BTreeSet<String>,
+    pub(super) notes: Vec<String>,
+    pub(super) audit: Vec<String>,
+    pub(super) digests: BTreeMap<String, String>,
+    pub(super) launches: Vec<LaunchEvidence>,
+    pub(super) compared: usize,
+    pub(super) candidate_us: Vec<f64>,
+    pub(super) eager_us: Vec<f64>,
+    pub(super) eager_wall: Option<f64>,
+    pub(super) speedup: Against<Interval>,
+    pub(super) compile: Option<Interval>,
+    pub(super) measurement: Option<Measurement>,
+}
+
+impl Evidence {
+    pub(super) fn time<T>(&mut self, phase: &str, work: impl FnOnce(&mut Self) -> T) -> T {
+        let start = Instant::now();
+        let done = work(self);
+        *self.phases.entry(phase.to_owned()).or_default() += start.elapsed().as_secs_f64();
+        done
+    }
+}
+
+pub(super) fn profile(run: &mut Run, plan: &Plan, evidence: &mut Evidence) {
+    if run.cpu && run.runner.cont().is_err() {
+        return;
+    }
+    let times = run.runner.profile(0, 5, run.limit).unwrap_or_default();
+    let whole: f64 = times.iter().map(|t| t.time_us).sum();
+    evidence.launches = plan
+        .nodes
+        .iter()
+        .enumerate()
+        .filter(|(_, node)| !matches!(node.op, Op::Fill(_)))
+        .map(|(index, node)| {
+            let time = times.iter().find(|t| t.node == index).map(|t| t.time_us);
+            let facts = run.loaded.launches.iter().find(|l| l.node == index);
+            LaunchEvidence {
+                name: run.names[index].0.clone(),
+                time_us: time,
+                share: time.map(|t| t / whole.max(1e-9)),
+                registers: facts.map(|f| f.registers),
+                shared_bytes: facts.map(|f| f.shared_bytes),
+                local_bytes: facts.map(|f| f.local_bytes),
+                occupancy: facts.map(|f| f.occupancy),
+                bytes: touched(plan, &node.op),
+                line: node.line.clone(),
+            }
+        })
+        .collect();
+}
+
+/// Bytes of the buffers that a step is given, each counted once.
+fn touched(plan: &Plan, op: &Op) -> u64 {
+    let mut buffers: BTreeSet<usize> = BTreeSet::new();
+    match op {
+        Op::Launch(launch) => buffers.extend(launch.args.iter().filter_map(|a| match a {
+            plan::Arg::Pointer { buffer, .. } => Some(*buffer),
+            _ => None,
+        })),
+        Op::Fill(fill) => buffers.extend([fill.buffer]),
+        Op::Library(Library::Matmul { a, b, bias, out }) => {
+            buffers.extend([a.buffer, b.buffer, out.buffer]);
+            buffers.extend(bias.iter().map(|t| t.buffer));
+        }
+        Op::Library(Library::Conv { x, weight, bias, out, .. }) => {
+            buffers.extend([x.buffer, weight.buffer, out.buffer]);
+            buffers.extend(bias.iter().map(|t| t.buffer));
+        }
+    }
+    buffers.into_iter().filter_map(|b| plan.buffers.get(b)).map(|b| b.bytes).sum()
+}
+
+/// Refuses what can't be: outputs written faster than the card copies. Marks what a person should look at.
+pub(super) fn sanity(session: &mut Session, plan: &Plan, evidence: &mut Evidence) -> Result<(), Stop> {
+    let Some(time) = timing::median(&evidence.candidate_us) else { return Ok(()) };
+    if session.fixed.judge.options.device == Device::Cuda
+        && let Ok(frame) = session.host.ask(&json!({"op": "floor"}), &[], MINUTES)
+        && let (Some(rate), Some(l2)) = (frame.body["copy_gbps"].as_f64(), frame.body["l2_bytes"].as_f64())
+    {
+        let outputs: BTreeSet<usize> = plan.outputs.iter().map(|o| o.buffer).collect();
+        let bytes: u64 = outputs.iter().map(|o| plan.buffers[*o].bytes).sum();
+        let floor = (bytes as f64 - l2).max(0.0) / (rate * 1e3);
+        if time < floor {
+            return Err(incorrect(
+                "impossible",
+                format!("{time:.1} us is less than the {floor:.1} us that writing its outputs takes on this card"),
+            ));
+        }
+        if floor > 0.0 && time < 1.1 * floor {
+            evidence.audit.push("within 10 % of the time that writing the outputs takes".into());
+        }
+    }
+    if evidence.speedup.eager.is_some_and(|x| x.median > 10.0) {
+        evidence.audit.push("more than ten times as fast as eager".into());
+    }
+    Ok(())
+}

@@ -1,0 +1,207 @@
+//! Measurement: candidate and baselines in turns on the same inputs.
+//!
+//! Knows the order of blocks and when to stop. Must not know how a process takes a time.
+
+use std::time::Instant;
+
+use serde_json::{Value, json};
+
+use super::correct::{PLAIN, compare, draw, eager, sample};
+use super::evidence::Evidence;
+use super::run::{RUNNER, Run};
+use super::{Budget, Stop};
+use crate::judge::cache::Baseline;
+use crate::judge::session::{MINUTES, Session, secret_seed, task_error};
+use crate::judge::timing::{self, Random};
+use crate::judge::verdict::{FASTER, Measurement};
+use crate::judge::{load, process};
+
+pub(super) fn measure(
+    session: &mut Session,
+    run: &mut Run,
+    budget: &Budget,
+    evidence: &mut Evidence,
+) -> Result<(), Stop> {
+    let mut random = Random::new(secret_seed()?);
+    let start = Instant::now();
+    evidence.measurement = Some(Measurement::Exclusive);
+    let mut pids = vec![run.runner.pid(), session.host.pid.unsigned_abs(), std::process::id()];
+    pids.extend(session.helper.iter().map(|h| h.pid.unsigned_abs()));
+    let load = run.cpu.then(|| load::Load::begin(&pids));
+    let mut walls = Vec::new();
+    let mut block = 0;
+    loop {
+        if !run.cpu {
+            // No global of the device carries anything from one block into the next.
+            run.runner.reload(RUNNER).map_err(|e| run.failure(e))?;
+        }
+        measure_block(session, run, budget, block, &mut random, evidence, &mut walls)?;
+        block += 1;
+        if block >= budget.blocks {
+            let found = timing::speedup(&evidence.eager_us, &evidence.candidate_us, 3);
+            let wide = found.is_none_or(|x| timing::relative_width(&x) > budget.width);
+            let over = start.elapsed().as_secs_f64() > budget.seconds;
+            if !wide || over {
+                if wide && let Some(x) = found {
+                    evidence.notes.push(format!(
+                        "the interval is wide: {:.1} % after {} samples",
+                        100.0 * timing::relative_width(&x),
+                        evidence.candidate_us.len()
+                    ));
+                }
+                break;
+            }
+        }
+    }
+    if let Some(share) = load.and_then(|l| l.foreign(&pids))
+        && share > load::TOLERATED
+    {
+        evidence.measurement = Some(Measurement::Shared);
+        evidence.notes.push(format!(
+            "other programs used {:.0} % of the processors while this was measured: the figures are not to be trusted",
+            100.0 * share
+        ));
+    }
+    if run.cpu {
+        let fast = timing::median(&evidence.candidate_us).is_some_and(|t| t < 3.0 * run.null_us);
+        if fast {
+            evidence.notes.push(format!(
+                "the candidate takes less than three round trips of the clock ({:.0} us): too little work for a verdict on speed here",
+                run.null_us
+            ));
+        }
+    } else {
+        cross_check(run, evidence)?;
+    }
+    evidence.eager_wall = timing::median(&walls);
+    let baseline = &evidence.eager_us;
+    evidence.speedup.eager = timing::speedup(baseline, &evidence.candidate_us, 4);
+    Ok(())
+}
+
+/// Device events live in a context with hostile device code: their sum is held against the host's clock, less what
+/// as many empty plans take on it. A gap is a reason to look, since work of the driver shows in it too.
+fn cross_check(run: &mut Run, evidence: &mut Evidence) -> Result<(), Stop> {
+    let (nulls, _) = run.runner.null(10, RUNNER).map_err(|e| run.failure(e))?;
+    let null = timing::median(&nulls.wall_us).unwrap_or(0.0);
+    let host = run.clocks.1 - null * run.samples as f64;
+    if host > 1.5 * run.clocks.0 + 50.0 * run.samples as f64 {
+        evidence.audit.push(format!(
+            "the host's clock saw {host:.0} us where device events sum to {:.0} us over {} runs",
+            run.clocks.0, run.samples
+        ));
+    }
+    Ok(())
+}
+
+fn measure_block(
+    session: &mut Session,
+    run: &mut Run,
+    budget: &Budget,
+    block: usize,
+    random: &mut Random,
+    evidence: &mut Evidence,
+    walls: &mut Vec<f64>,
+) -> Result<(), Stop> {
+    let mut left = budget.block;
+    while left > 0 {
+        let count = left.min(session.slots);
+        left -= count;
+        let slots: Vec<usize> = (0..count).collect();
+        for &slot in &slots {
+            draw(session, slot, PLAIN)?;
+        }
+        // The order alternates, so that neither side always has the warmer machine.
+        let eager_first = (block + left).is_multiple_of(2);
+        let mut baseline = None;
+        if eager_first {
+            baseline = Some(eager(session, &slots)?);
+        }
+        let mut chosen = Vec::new();
+        for &slot in &slots {
+            evidence.candidate_us.push(sample(session, run, slot)?);
+            if random.below(4) == 0 {
+                if eager_first || count > 1 {
+                    compare(session, slot, run, "a timed input set")?;
+                    evidence.compared += 1;
+                } else {
+                    chosen.push(slot);
+                }
+            }
+        }
+        let (times, wall) = match baseline {
+            Some(done) => done,
+            None => eager(session, &slots)?,
+        };
+        for slot in chosen {
+            compare(session, slot, run, "a timed input set")?;
+            evidence.compared += 1;
+        }
+        evidence.eager_us.extend(times);
+        walls.extend(wall);
+    }
+    Ok(())
+}
+
+/// Measures `torch.compile`, or takes it from the cache scaled by eager's drift.
+pub(super) fn against_compile(session: &mut Session, evidence: &mut Evidence) -> Result<(), Stop> {
+    let Some(eager_now) = timing::median(&evidence.eager_us) else { return Ok(()) };
+    let mut fresh = false;
+    if session.baseline.is_none() {
+        session.baseline = Some(measure_compile(session)?);
+        fresh = true;
+    }
+    loop {
+        let Some(baseline) = session.baseline.clone() else { return Ok(()) };
+        if baseline.compile_us.is_empty() {
+            let why = baseline.compile_error.unwrap_or_else(|| "unknown".into());
+            evidence.notes.push(format!("torch.compile has no baseline here: {why}; reward 3 can't be given"));
+            return Ok(());
+        }
+        let drift = eager_now / baseline.eager_at_compile_us;
+        let scaled: Vec<f64> = baseline.compile_us.iter().map(|x| x * drift).collect();
+        let found = timing::speedup(&scaled, &evidence.candidate_us, 5);
+        let near = found.as_ref().is_some_and(|x| (x.median / FASTER - 1.0).abs() < 0.1);
+        if near && !fresh {
+            session.baseline = Some(measure_compile(session)?);
+            fresh = true;
+            continue;
+        }
+        evidence.compile = timing::interval(&scaled, 6);
+        evidence.speedup.compile = found;
+        return Ok(());
+    }
+}
+
+/// Compiles the reference (the host keeps it), so that only its timing needs the card for itself.
+pub(super) fn prepare_compile(session: &mut Session) -> Result<(), Stop> {
+    draw(session, 0, PLAIN)?;
+    match session.host.ask(&json!({"op": "compile", "slots": [0]}), &[], MINUTES) {
+        // A failure is told when its times are asked for.
+        Ok(_) | Err(process::Error::Refused(_)) => Ok(()),
+        Err(other) => Err(task_error(&session.fixed.task, other).into()),
+    }
+}
+
+fn measure_compile(session: &mut Session) -> Result<Baseline, Stop> {
+    // A slot may be timed more than once: what `torch.compile` makes keeps no memo.
+    let slots: Vec<usize> = (0..12).map(|i| i % session.slots).collect();
+    for slot in 0..session.slots {
+        draw(session, slot, PLAIN)?;
+    }
+    let mut compiled = Baseline::default();
+    match session.host.ask(&json!({"op": "compile", "slots": slots}), &[], MINUTES) {
+        Ok(frame) => {
+            compiled.compile_us =
+                frame.body["time_us"].as_array().into_iter().flatten().filter_map(Value::as_f64).collect();
+        }
+        Err(process::Error::Refused(refused)) => compiled.compile_error = Some(refused.message),
+        Err(other) => return Err(task_error(&session.fixed.task, other).into()),
+    }
+    let mut around = Vec::new();
+    around.extend(eager(session, &slots)?.0);
+    compiled.eager_us = timing::median(&around).unwrap_or(0.0);
+    compiled.eager_at_compile_us = compiled.eager_us;
+    session.fixed.judge.cache.put("baseline", &session.fixed.digest, &compiled);
+    Ok(compiled)
+}

@@ -1,0 +1,232 @@
+//! One evaluation: record, build, admit, run, compare, measure, reward.
+//!
+//! Knows the order of the steps and whose fault each failure is. Must not know how a process does its part.
+//! A candidate's failure is a verdict of -1 with the line or launch; a task's is a request error; all else is
+//! a fault of the judge.
+
+mod correct;
+mod evidence;
+mod images;
+mod measure;
+mod record;
+mod run;
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::cache::digest;
+use super::session::{Error, Fixed, Session};
+use super::verdict::{Against, Grade, Measurement, PROCEDURE, Reason, Times, Verdict};
+use super::{Candidate, Device, Effort, build, timing};
+use evidence::Evidence;
+use record::Recording;
+
+/// What ends an evaluation before its end.
+pub(super) enum Stop {
+    /// The candidate is not correct.
+    Candidate(Box<Reason>),
+    Error(Error),
+}
+
+impl From<Error> for Stop {
+    fn from(error: Error) -> Self {
+        Self::Error(error)
+    }
+}
+
+fn reason(code: &str, message: impl Into<String>) -> Reason {
+    Reason { code: code.to_owned(), message: message.into(), file: None, line: None, launch: None, hint: None }
+}
+
+fn incorrect(code: &str, message: impl Into<String>) -> Stop {
+    Stop::Candidate(Box::new(reason(code, message)))
+}
+
+/// Caps of one evaluation.
+struct Budget {
+    inputs: usize,
+    parameter_sets: usize,
+    scaled: bool,
+    blocks: usize,
+    block: usize,
+    seconds: f64,
+    width: f64,
+    compile: bool,
+}
+
+impl Budget {
+    fn of(session: &Session, effort: Effort) -> Self {
+        let options = &session.fixed.judge.options;
+        let stateful = !session.fixed.state.is_empty();
+        let cpu = options.device == Device::Cpu;
+        match effort {
+            Effort::Screen => Self {
+                inputs: 2,
+                parameter_sets: 1,
+                scaled: false,
+                blocks: if cpu { 2 } else { 1 },
+                block: if cpu { 4 } else { 10 },
+                seconds: 1.5,
+                width: 0.02,
+                compile: false,
+            },
+            Effort::Final => Self {
+                inputs: options.inputs,
+                parameter_sets: if stateful { 2 } else { 1 },
+                scaled: true,
+                blocks: if cpu { 8 } else { 3 },
+                block: if cpu { 4 } else { 10 },
+                seconds: options.measure_seconds.unwrap_or(if cpu { 10.0 } else { 4.0 }),
+                width: 0.01,
+                compile: options.compile,
+            },
+        }
+    }
+}
+
+/// A candidate that is recorded and built, or the reason why not, with what that took.
+pub(super) struct Ready {
+    outcome: Result<(Recording, Vec<build::Built>), Stop>,
+    evidence: Evidence,
+    seconds: f64,
+}
+
+/// Records, checks and builds a candidate: CPU work that needs no reference host and no slice.
+pub(super) fn ready(fixed: &Fixed, candidate: &Candidate) -> Ready {
+    let start = Instant::now();
+    let mut evidence = Evidence::default();
+    let files: Vec<u8> = serde_json::to_vec(&candidate.files).unwrap_or_default();
+    evidence.digests.insert("task".into(), fixed.digest.clone());
+    evidence.digests.insert("candidate".into(), digest([files.as_slice()]));
+    let outcome = ready_steps(fixed, candidate, &mut evidence);
+    Ready { outcome, evidence, seconds: start.elapsed().as_secs_f64() }
+}
+
+fn ready_steps(
+    fixed: &Fixed,
+    candidate: &Candidate,
+    evidence: &mut Evidence,
+) -> Result<(Recording, Vec<build::Built>), Stop> {
+    let recording = evidence.time("record", |e| record::record(fixed, candidate, e))?;
+    let plan_text = serde_json::to_vec(&recording.plan).unwrap_or_default();
+    evidence.digests.insert("plan".into(), digest([plan_text.as_slice()]));
+    record::check_plan(fixed, &recording)?;
+    let images = evidence.time("build", |e| images::build_all(fixed, candidate, &recording.plan, e))?;
+    Ok((recording, images))
+}
+
+/// What a candidate comes to before anything runs: for exports.
+pub(super) fn artifacts(fixed: &Fixed, candidate: &Candidate) -> Result<super::Artifacts, Error> {
+    let ready = ready(fixed, candidate);
+    match ready.outcome {
+        Ok((recording, images)) => {
+            Ok(super::Artifacts { plan: recording.plan, images, digests: ready.evidence.digests })
+        }
+        Err(Stop::Error(error)) => Err(error),
+        Err(Stop::Candidate(reason)) => Err(Error::request(&reason.code, reason.message)),
+    }
+}
+
+/// Judges `candidate` on the open task.
+pub(super) fn evaluate(session: &mut Session, candidate: &Candidate, effort: Effort) -> Result<Verdict, Error> {
+    let start = Instant::now();
+    session.prepare()?;
+    let prepare = start.elapsed().as_secs_f64();
+    let mut ready = ready(&Arc::clone(&session.fixed), candidate);
+    ready.evidence.phases.insert("prepare".into(), prepare);
+    ready.seconds += prepare;
+    finish(session, ready, effort)
+}
+
+/// Runs, compares and measures what `ready` made.
+pub(super) fn finish(session: &mut Session, ready: Ready, effort: Effort) -> Result<Verdict, Error> {
+    let start = Instant::now();
+    let Ready { outcome, mut evidence, seconds } = ready;
+    let ended = outcome.and_then(|(recording, images)| steps(session, &recording, &images, effort, &mut evidence));
+    evidence.phases.insert("total".into(), seconds + start.elapsed().as_secs_f64());
+    let failure = match ended {
+        Ok(()) => None,
+        Err(Stop::Candidate(reason)) => Some(*reason),
+        Err(Stop::Error(error)) => return Err(error),
+    };
+    Ok(verdict(session, evidence, failure))
+}
+
+fn verdict(session: &Session, evidence: Evidence, failure: Option<Reason>) -> Verdict {
+    let judge = &session.fixed.judge;
+    let options = &judge.options;
+    let correct = failure.is_none();
+    let (eager, compile) = (evidence.speedup.eager, evidence.speedup.compile);
+    Verdict {
+        reward: if correct { timing::reward(eager.as_ref(), compile.as_ref()) } else { -1 },
+        correct,
+        reason: failure,
+        grade: if options.device == Device::Cuda { Grade::Enforced } else { Grade::Observed },
+        isolation: evidence.isolation.into_iter().collect(),
+        measurement: evidence.measurement.unwrap_or(Measurement::None),
+        notes: evidence.notes,
+        speedup: if correct { evidence.speedup } else { Against::default() },
+        time_us: Times {
+            candidate: timing::interval(&evidence.candidate_us, 1),
+            eager: timing::interval(&evidence.eager_us, 2),
+            compile: evidence.compile,
+            eager_wall: evidence.eager_wall,
+        },
+        samples: evidence.candidate_us.len(),
+        compared: evidence.compared,
+        launches: evidence.launches,
+        device: judge.device.description.clone(),
+        versions: judge.toolchain.versions.clone(),
+        precision: serde_json::to_value(options.precision)
+            .ok()
+            .and_then(|v| v.as_str().map(str::to_owned))
+            .unwrap_or_default(),
+        tolerance: serde_json::to_value(options.tolerance)
+            .ok()
+            .and_then(|v| v.as_str().map(str::to_owned))
+            .unwrap_or_default(),
+        procedure: PROCEDURE.to_owned(),
+        phases_seconds: evidence.phases,
+        digests: evidence.digests,
+        audit: evidence.audit,
+        cached: false,
+    }
+}
+
+fn steps(
+    session: &mut Session,
+    recording: &Recording,
+    images: &[build::Built],
+    effort: Effort,
+    evidence: &mut Evidence,
+) -> Result<(), Stop> {
+    let budget = Budget::of(session, effort);
+    // On the CPU everything that runs is a measurement's neighbour; on a card only measurement is exclusive.
+    let judge = Arc::clone(&session.fixed.judge);
+    let cpu = judge.options.device == Device::Cpu;
+    let mut held = if cpu { judge.slice.hold() } else { judge.slice.share() };
+    let mut run = evidence.time("load", |e| run::load_plan(session, recording, images, e))?;
+    evidence.time("correct", |e| correct::correctness(session, recording, &mut run, &budget, e))?;
+    if budget.compile && !cpu && session.baseline.is_none() {
+        evidence.time("compile", |_| measure::prepare_compile(session))?;
+    }
+    // A screening only ranks a sweep; it does not empty the device for that.
+    if !cpu && effort == Effort::Final {
+        drop(held);
+        held = evidence.time("wait", |_| judge.slice.hold());
+    }
+    let start = Instant::now();
+    evidence.time("measure", |e| measure::measure(session, &mut run, &budget, e))?;
+    if !cpu && effort == Effort::Screen {
+        evidence.measurement = Some(Measurement::Shared);
+        evidence.notes.push("a screening beside other work: for ranking only".into());
+    }
+    if budget.compile {
+        evidence.time("compile", |e| measure::against_compile(session, e))?;
+    }
+    evidence.time("profile", |e| evidence::profile(&mut run, &recording.plan, e));
+    evidence.phases.insert("held".into(), start.elapsed().as_secs_f64());
+    drop(held);
+    drop(run);
+    evidence::sanity(session, &recording.plan, evidence)
+}

@@ -1,0 +1,250 @@
+//! Loading: a plan and its images in a runner, its outputs bound in the reference host.
+//!
+//! Knows which buffer is whose and what a runner's failure says of the candidate. Must not know what is run on them.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde_json::{Value, json};
+
+use super::evidence::Evidence;
+use super::images::place;
+use super::record::Recording;
+use super::{Stop, incorrect, reason};
+use crate::judge::runner::Arithmetic;
+use crate::judge::runner::client::{Error as RunnerError, Exported, LoadRequest, Loaded, Runner, memory_file};
+use crate::judge::session::{Error, MINUTES, Session, secret_seed, task_error};
+use crate::judge::verdict::Reason;
+use crate::judge::{Device, Precision, build, confinement, process};
+use crate::plan::{BufferKind, Library, Op, Plan};
+
+/// A candidate that is loaded in a runner.
+pub(super) struct Run {
+    pub(super) runner: Runner,
+    pub(super) cpu: bool,
+    /// Typical round trip of an empty plan, microseconds (CPU).
+    pub(super) null_us: f64,
+    /// Longest that one run may take.
+    pub(super) limit: Duration,
+    pub(super) samples: u64,
+    /// Device microseconds and the host clock's, of all counted runs on a card.
+    pub(super) clocks: (f64, f64),
+    /// Name and line of every node, for messages.
+    pub(super) names: Vec<(String, Option<String>)>,
+    pub(super) loaded: Loaded,
+}
+
+fn names(plan: &Plan) -> Vec<(String, Option<String>)> {
+    plan.nodes
+        .iter()
+        .map(|node| {
+            let name = match &node.op {
+                Op::Launch(launch) => launch.kernel.clone(),
+                Op::Fill(_) => "fill".into(),
+                Op::Library(Library::Matmul { .. }) => "matmul".into(),
+                Op::Library(Library::Conv { .. }) => "conv".into(),
+            };
+            (name, node.line.clone())
+        })
+        .collect()
+}
+
+impl Run {
+    /// What a runner's failure says of the candidate.
+    pub(super) fn failure(&self, error: RunnerError) -> Stop {
+        let at = |code: &str, message: String, node: Option<usize>| {
+            let named = node.and_then(|n| self.names.get(n));
+            let (file, line) = place(named.and_then(|n| n.1.as_deref()));
+            Stop::Candidate(Box::new(Reason {
+                file,
+                line,
+                launch: named.map(|n| n.0.clone()),
+                ..reason(code, message)
+            }))
+        };
+        // With a single launch there is no doubt which one it was.
+        let only = if self.names.len() == 1 { Some(0) } else { None };
+        match error {
+            RunnerError::Refused(fault) => {
+                let mut stop = at(&fault.code, fault.message, fault.node.or(only));
+                if let Stop::Candidate(reason) = &mut stop
+                    && reason.launch.is_none()
+                {
+                    reason.launch = fault.kernel;
+                }
+                stop
+            }
+            RunnerError::Crashed { .. } => at("crash", format!("the kernels ended their process: {error}"), only),
+            RunnerError::Timeout { seconds, .. } => {
+                at("timeout", format!("one run did not end within {seconds:.1} s"), only)
+            }
+            RunnerError::Forged { .. } => at("forged_reply", error.to_string(), only),
+            RunnerError::Io { .. } => Stop::Error(Error::Fault(error.to_string())),
+        }
+    }
+}
+
+/// The most that a request to a runner other than `run` may take.
+pub(super) const RUNNER: Duration = Duration::from_secs(60);
+
+pub(super) fn load_plan(
+    session: &mut Session,
+    recording: &Recording,
+    images: &[build::Built],
+    evidence: &mut Evidence,
+) -> Result<Run, Stop> {
+    let judge = Arc::clone(&session.fixed.judge);
+    let cpu = judge.options.device == Device::Cpu;
+    let plan = &recording.plan;
+    let needs_helper = cpu && plan.nodes.iter().any(|n| matches!(n.op, Op::Library(_)));
+    let confinement = confinement::runner(&judge.toolchain, judge.options.device, needs_helper);
+    evidence.isolation.extend(confinement.holds());
+    let fault = |what: &str, e: &dyn std::fmt::Display| Stop::Error(Error::Fault(format!("{what}: {e}")));
+    let mut confined = Ok(());
+    let runner = Runner::spawn(&judge.toolchain.program, judge.options.device, |command| {
+        confined = confinement.apply(command);
+    })
+    .map_err(|e| fault("the runner can't be started", &e))?;
+    confined.map_err(|e| fault("the runner can't be confined", &e))?;
+    let mut run = Run {
+        runner,
+        cpu,
+        null_us: 0.0,
+        limit: limit(session.eager_us),
+        samples: 0,
+        clocks: (0.0, 0.0),
+        names: names(plan),
+        loaded: Loaded::default(),
+    };
+    session.select(0)?;
+    let images = images
+        .iter()
+        .map(|b| {
+            let fd = memory_file(c"image", b.image.len() as u64)?;
+            std::os::unix::fs::FileExt::write_all_at(&std::fs::File::from(fd.try_clone()?), &b.image, 0)?;
+            Ok(fd)
+        })
+        .collect::<std::io::Result<Vec<OwnedFd>>>()
+        .map_err(|e| fault("no memory for the images", &e))?;
+    let (ours, theirs) = std::os::unix::net::UnixStream::pair().map_err(|e| fault("no socket for the helper", &e))?;
+    let constants = &recording.constants[0];
+    let libraries = &judge.toolchain.libraries;
+    let libraries = [("cublas", &libraries.cublas), ("cublaslt", &libraries.cublaslt), ("cudnn", &libraries.cudnn)];
+    let precision = judge.options.precision;
+    let request = LoadRequest {
+        plan,
+        images: images.iter().map(AsFd::as_fd).collect(),
+        inputs: session
+            .input_fds
+            .iter()
+            .map(|slot| slot.iter().map(|i| i.as_ref().map(|(fd, bytes)| (fd.as_fd(), *bytes))).collect())
+            .collect(),
+        parameters: session.parameter_fds.iter().map(|(n, (fd, bytes))| (n.clone(), (fd.as_fd(), *bytes))).collect(),
+        constants: constants.fd.as_ref().map(|fd| (fd.as_fd(), constants.items.clone())),
+        libraries: libraries
+            .into_iter()
+            .filter_map(|(name, path)| Some((name.to_owned(), path.as_ref()?.display().to_string())))
+            .collect(),
+        precision: Arithmetic { matmul_tf32: precision == Precision::Tf32, conv_tf32: precision != Precision::Half },
+        seed: secret_seed()?,
+        helper: needs_helper.then(|| theirs.as_fd()),
+    };
+    run.loaded = match run.runner.load(&request, RUNNER) {
+        Ok(loaded) => loaded,
+        // A plan of honest size that finds no memory met other work on the card: no verdict on the candidate.
+        Err(RunnerError::Refused(f)) if f.code == "memory" && plan_bytes(plan) < judge.device.memory_bytes / 2 => {
+            return Err(Error::Fault(format!("{}: run it again, with fewer tasks at once", f.message)).into());
+        }
+        Err(e) => return Err(run.failure(e)),
+    };
+    drop(request);
+    drop(theirs);
+    if needs_helper {
+        load_helper(session, plan, &run, &ours)?;
+    }
+    if cpu {
+        run.runner.stop(RUNNER).map_err(|e| run.failure(e))?;
+    }
+    // The host maps the output buffers to compare them in its own process.
+    let mut fds: Vec<BorrowedFd<'_>> = Vec::new();
+    let mut outputs = Vec::new();
+    for output in &plan.outputs {
+        let mut entry = json!({
+            "bytes": plan.buffers[output.buffer].bytes, "offset": output.offset, "dtype": output.dtype,
+            "shape": output.shape, "strides": output.strides,
+        });
+        match &plan.buffers[output.buffer].kind {
+            BufferKind::Input(i) => entry["input"] = json!(i),
+            BufferKind::Parameter(name) => entry["parameter"] = json!(name),
+            _ => {
+                let own = run.loaded.outputs.iter().chain(&run.loaded.constants);
+                let shared = own.into_iter().find(|b| b.buffer == output.buffer);
+                entry["fd"] = json!(fds.len());
+                fds.push(shared.ok_or_else(|| Error::Fault("an output is not shared".into()))?.fd.as_fd());
+            }
+        }
+        outputs.push(entry);
+    }
+    // Workspaces are poisoned too, so that nothing of an earlier sample is left in them.
+    let mut scratch = Vec::new();
+    for Exported { fd, bytes, .. } in &run.loaded.workspaces {
+        scratch.push(json!({"fd": fds.len(), "bytes": bytes}));
+        fds.push(fd.as_fd());
+    }
+    let body = json!({"op": "bind", "outputs": outputs, "structure": plan.structure, "workspaces": scratch});
+    session.host.ask(&body, &fds, MINUTES).map_err(|e| match e {
+        process::Error::Refused(r) if matches!(r.code.as_str(), "shape" | "dtype" | "structure") => {
+            incorrect(&r.code, r.message)
+        }
+        other => Stop::Error(task_error(&session.fixed.task, other)),
+    })?;
+    Ok(run)
+}
+
+fn plan_bytes(plan: &Plan) -> u64 {
+    plan.buffers.iter().fold(0, |sum, b| sum.saturating_add(b.bytes))
+}
+
+pub(super) fn limit(eager_us: f64) -> Duration {
+    Duration::from_secs_f64((eager_us * 1e-6 * 100.0 + 5.0).clamp(5.0, 60.0))
+}
+
+/// Gives the library helper the plan, its buffers and its end of the runner's socket.
+fn load_helper(
+    session: &mut Session,
+    plan: &Plan,
+    run: &Run,
+    end: &std::os::unix::net::UnixStream,
+) -> Result<(), Stop> {
+    let mut fds: Vec<OwnedFd> = Vec::new();
+    let mut buffers: Vec<Value> = Vec::new();
+    let lost = |e: std::io::Error| Stop::Error(Error::Fault(format!("a buffer can't be shared with the helper: {e}")));
+    for (index, buffer) in plan.buffers.iter().enumerate() {
+        let known = match &buffer.kind {
+            BufferKind::Input(i) => session.input_fds[0].get(*i).and_then(|f| f.as_ref()).map(|f| f.0.as_fd()),
+            BufferKind::Parameter(name) => session.parameter_fds.get(name).map(|f| f.0.as_fd()),
+            _ => [&run.loaded.outputs, &run.loaded.workspaces, &run.loaded.constants]
+                .into_iter()
+                .flatten()
+                .find(|b| b.buffer == index)
+                .map(|b| b.fd.as_fd()),
+        };
+        buffers.push(match known {
+            Some(fd) => {
+                fds.push(fd.try_clone_to_owned().map_err(lost)?);
+                json!({"fd": fds.len() - 1, "bytes": buffer.bytes})
+            }
+            None => Value::Null,
+        });
+    }
+    let socket = fds.len();
+    fds.push(end.as_fd().try_clone_to_owned().map_err(lost)?);
+    let body = json!({"op": "load", "plan": plan, "buffers": buffers, "socket": socket});
+    let borrowed: Vec<BorrowedFd<'_>> = fds.iter().map(AsFd::as_fd).collect();
+    session.helper()?.ask(&body, &borrowed, Duration::from_secs(120)).map_err(|e| match e {
+        process::Error::Refused(r) => incorrect("library_failed", r.message),
+        other => Stop::Error(Error::Fault(other.to_string())),
+    })?;
+    Ok(())
+}
