@@ -135,6 +135,12 @@ struct Judge {
     /// Input sets for each parameter set
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u8).range(2..=64))]
     inputs: u8,
+    /// Judges every candidate anew; without this, one with the plan and images of an earlier one gets that one's verdict
+    #[arg(long)]
+    no_cache: bool,
+    /// Share of remembered verdicts that are judged anew all the same and compared, 0 to 1
+    #[arg(long, value_name = "SHARE", default_value_t = judge::JUDGED_ANEW, value_parser = share, conflicts_with = "no_cache")]
+    recheck: f64,
     #[command(flatten)]
     output: Format,
 }
@@ -213,6 +219,13 @@ fn shape(text: &str) -> Result<Shape, String> {
         .map(|n| n.trim().parse::<u64>().map_err(|_| format!("`{n}` is no size; write 16,1024")))
         .collect::<Result<_, _>>()
         .map(Shape)
+}
+
+fn share(text: &str) -> Result<f64, String> {
+    text.parse()
+        .ok()
+        .filter(|x| (0.0..=1.0).contains(x))
+        .ok_or_else(|| format!("`{text}` is no share; write a number from 0 to 1, such as 0.05"))
 }
 
 fn main() -> ExitCode {
@@ -318,6 +331,8 @@ fn judge_arguments(judge: Judge) -> commands::JudgeArguments {
             })
             .collect(),
         inputs: usize::from(judge.inputs),
+        no_cache: judge.no_cache,
+        recheck: judge.recheck,
         output: judge.output.get(),
     }
 }

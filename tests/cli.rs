@@ -73,6 +73,10 @@ fn a_folder_that_is_no_candidate_is_named() {
     assert!(says(&output).contains("has no model_new.py, the file that defines ModelNew"));
     let output = kernelfleet(&["judge", "--task", "no/such.py", "--candidate", folder], home.path());
     assert!(says(&output).contains("no/such.py can't be read"));
+    let twice = ["judge", "--task", "examples/tasks/softmax.py", "--candidate", folder, "--recheck", "2"];
+    let output = kernelfleet(&twice, home.path());
+    assert_eq!(output.status.code(), Some(2));
+    assert!(says(&output).contains("`2` is no share; write a number from 0 to 1"));
 }
 
 #[test]

@@ -89,7 +89,13 @@ pub struct Options {
     pub compile: bool,
     /// Longest that measuring one candidate may go on beyond the least number of blocks, seconds.
     pub measure_seconds: Option<f64>,
+    /// Verdicts on the same plan and images are remembered, and this share of them, 0 to 1, is judged anew all the
+    /// same and compared; `None` judges every candidate.
+    pub remembered: Option<f64>,
 }
+
+/// The usual share of remembered verdicts that are judged anew.
+pub const JUDGED_ANEW: f64 = 0.05;
 
 impl Default for Options {
     fn default() -> Self {
@@ -101,6 +107,7 @@ impl Default for Options {
             inputs: 5,
             compile: true,
             measure_seconds: None,
+            remembered: None,
         }
     }
 }

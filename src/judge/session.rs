@@ -110,6 +110,8 @@ pub struct Judge {
     pub(super) builder: Builder,
     pub(super) cache: Cache,
     pub(super) device: device::Facts,
+    /// Which build of the judge this is: no verdict of another is remembered.
+    pub(super) version: String,
     memory: Arc<Memory>,
     hosts: Mutex<Zygote>,
     recorders: Mutex<Zygote>,
@@ -282,6 +284,7 @@ impl Judge {
             options,
             slice,
             device,
+            version: evaluate::remember::version(toolchain),
             memory: Arc::default(),
             hosts: Mutex::new(hosts),
             recorders: Mutex::new(recorders.map_err(fault)?),

@@ -125,6 +125,7 @@ pub struct Verdict {
     /// Reasons to look at this verdict by hand: very fast, near the floor.
     #[serde(default)]
     pub audit: Vec<String>,
+    /// It is an earlier candidate's, which had the same plan and images.
     #[serde(default)]
     pub cached: bool,
 }

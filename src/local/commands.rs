@@ -150,6 +150,10 @@ pub struct JudgeArguments {
     pub tolerance: Tolerance,
     pub libraries: Vec<String>,
     pub inputs: usize,
+    /// Judges every candidate, whatever is remembered of it.
+    pub no_cache: bool,
+    /// Share of remembered verdicts that are judged anew and compared.
+    pub recheck: f64,
     pub output: Output,
 }
 
@@ -184,6 +188,7 @@ pub fn judge(arguments: &JudgeArguments) -> Result<(), Failure> {
         libraries: arguments.libraries.clone(),
         inputs: arguments.inputs,
         measure_seconds: None,
+        remembered: (!arguments.no_cache).then_some(arguments.recheck),
         ..Options::default()
     };
     let verdicts = judge_candidates(&environment, options, &task, &candidates)?;

@@ -164,6 +164,9 @@ pub fn verdict(task: &str, verdict: &Verdict) -> String {
         verdict.samples, verdict.compared, verdict.precision, verdict.tolerance, verdict.procedure
     );
     let _ = writeln!(text, "confined by {}", list(&verdict.isolation));
+    if verdict.cached {
+        let _ = writeln!(text, "remembered: an earlier candidate had the same plan and images; --no-cache judges anew");
+    }
     for note in &verdict.notes {
         let _ = writeln!(text, "note: {}", stop(note));
     }

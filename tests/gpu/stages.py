@@ -94,6 +94,7 @@ def smoke(tasks: Path) -> dict[str, Any]:
                 str(folder / "candidate"),
                 "--device",
                 "cuda",
+                "--no-cache",
                 "-o",
                 "json",
             ],
@@ -184,7 +185,19 @@ def repeat(tasks: Path) -> dict[str, Any]:
         speedups, times, phases = [], [], []
         for _ in range(10):
             status, out, _, _ = command(
-                ["judge", "--task", str(task), "--candidate", str(best.parent), "--device", "cuda", "-o", "json"], 60
+                [
+                    "judge",
+                    "--task",
+                    str(task),
+                    "--candidate",
+                    str(best.parent),
+                    "--device",
+                    "cuda",
+                    "--no-cache",
+                    "-o",
+                    "json",
+                ],
+                60,
             )
             if status == 0:
                 verdict = json.loads(out)
@@ -221,6 +234,7 @@ def batch(tasks: Path) -> dict[str, Any]:
             str(folder.parent / "candidates"),
             "--device",
             "cuda",
+            "--no-cache",
             "-o",
             "json",
         ]

@@ -9,17 +9,20 @@ mod evidence;
 mod images;
 mod measure;
 mod record;
+pub(super) mod remember;
 mod run;
 
 use std::sync::Arc;
 use std::time::Instant;
 
 use super::cache::digest;
-use super::session::{Error, Fixed, Session};
+use super::session::{Error, Fixed, Session, secret_seed};
+use super::timing::Random;
 use super::verdict::{Against, Grade, Measurement, PROCEDURE, Reason, Times, Verdict};
 use super::{Candidate, Device, Effort, build, timing};
 use evidence::Evidence;
 use record::Recording;
+use remember::Entry;
 
 /// What ends an evaluation before its end.
 pub(super) enum Stop {
@@ -138,13 +141,47 @@ pub(super) fn evaluate(session: &mut Session, candidate: &Candidate, effort: Eff
     finish(session, ready, effort)
 }
 
-/// Runs, compares and measures what `ready` made.
+/// Runs, compares and measures what `ready` made, unless a verdict on the same is remembered.
 pub(super) fn finish(session: &mut Session, ready: Ready, effort: Effort) -> Result<Verdict, Error> {
     let start = Instant::now();
     let Ready { outcome, mut evidence, seconds } = ready;
-    let ended = outcome.and_then(|(recording, images)| steps(session, &recording, &images, effort, &mut evidence));
-    evidence.phases.insert("total".into(), seconds + start.elapsed().as_secs_f64());
-    let failure = match ended {
+    let (recording, images) = match outcome {
+        Ok(made) => made,
+        Err(stop) => return ended(session, Err(stop), evidence, seconds),
+    };
+    let fixed = Arc::clone(&session.fixed);
+    let plan = &recording.plan;
+    let known = fixed.judge.options.remembered.map(|share| (share, remember::key(&fixed, &recording, &images, effort)));
+    let mut stored = None;
+    if let Some((share, key)) = &known
+        && let Some(entry) = fixed.judge.cache.get::<Entry>(remember::KIND, key)
+    {
+        if !remember::again(*share, &mut Random::new(secret_seed()?)) {
+            let now = ended(session, Ok(()), evidence, seconds + start.elapsed().as_secs_f64())?;
+            return Ok(entry.told(plan, now));
+        }
+        stored = Some(entry);
+    }
+    let done = steps(session, &recording, &images, effort, &mut evidence);
+    let fresh = ended(session, done, evidence, seconds + start.elapsed().as_secs_f64())?;
+    let Some((_, key)) = known else { return Ok(fresh) };
+    let (verdict, keep) = match stored {
+        None => {
+            let keep = remember::counts(&fresh);
+            (fresh, keep)
+        }
+        Some(entry) => entry.against(plan, fresh),
+    };
+    if keep {
+        fixed.judge.cache.put(remember::KIND, &key, &Entry::new(&verdict, plan));
+    }
+    Ok(verdict)
+}
+
+/// The verdict on an evaluation that ended so.
+fn ended(session: &Session, done: Result<(), Stop>, mut evidence: Evidence, seconds: f64) -> Result<Verdict, Error> {
+    evidence.phases.insert("total".into(), seconds);
+    let failure = match done {
         Ok(()) => None,
         Err(Stop::Candidate(reason)) => Some(*reason),
         Err(Stop::Error(error)) => return Err(error),

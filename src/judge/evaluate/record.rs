@@ -8,7 +8,7 @@ use std::time::Duration;
 use serde_json::json;
 
 use super::evidence::Evidence;
-use super::{Stop, incorrect};
+use super::{Stop, incorrect, remember};
 use crate::judge::Candidate;
 use crate::judge::process;
 use crate::judge::runner::Item;
@@ -20,6 +20,8 @@ pub(super) struct Recording {
     pub(super) plan: Plan,
     /// Derived constants of each parameter set.
     pub(super) constants: Vec<Constants>,
+    /// Digest of what derives them; empty where there are none.
+    pub(super) derivation: String,
 }
 
 pub(super) struct Constants {
@@ -47,7 +49,9 @@ pub(super) fn record(fixed: &Fixed, candidate: &Candidate, evidence: &mut Eviden
         plans.push(plan);
         constants.push(of_set);
     }
-    plans.pop().map(|plan| Recording { plan, constants }).ok_or_else(|| Error::Fault("no parameter set".into()).into())
+    let plan = plans.pop().ok_or_else(|| Error::Fault("no parameter set".into()))?;
+    let derivation = remember::derivation(candidate, &plan);
+    Ok(Recording { plan, constants, derivation })
 }
 
 /// Names the first thing that two plans differ in.
