@@ -20,6 +20,26 @@ pub struct CudaLibraries {
     pub cublas: Option<PathBuf>,
     pub cublaslt: Option<PathBuf>,
     pub cudnn: Option<PathBuf>,
+    /// With these two cuDNN compiles kernels; PyTorch loads them before it, since it doesn't find them itself.
+    pub nvrtc: Option<PathBuf>,
+    pub nvrtc_builtins: Option<PathBuf>,
+}
+
+impl CudaLibraries {
+    /// Those that are here, by the names that a runner knows.
+    #[must_use]
+    pub fn named(&self) -> std::collections::BTreeMap<String, String> {
+        [
+            ("cublas", &self.cublas),
+            ("cublaslt", &self.cublaslt),
+            ("cudnn", &self.cudnn),
+            ("nvrtc", &self.nvrtc),
+            ("nvrtc-builtins", &self.nvrtc_builtins),
+        ]
+        .into_iter()
+        .filter_map(|(name, path)| Some((name.to_owned(), path.as_ref()?.display().to_string())))
+        .collect()
+    }
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -81,8 +81,11 @@ pub fn examine(environment: &Result<Environment, Error>) -> Report {
                     .into_iter()
                     .filter_map(|(n, p)| p.is_none().then_some(n))
                     .collect();
-            findings.push(if absent.is_empty() {
-                ok("cuda libraries", "cuBLAS, cuBLASLt and cuDNN as PyTorch loads them".into())
+            findings.push(if absent.is_empty() && libraries.nvrtc_builtins.is_none() {
+                let detail = "NVRTC not found: cuDNN can't compile kernels, and chooses others than PyTorch's".into();
+                limited("cuda libraries", detail, "make env installs PyTorch's CUDA build")
+            } else if absent.is_empty() {
+                ok("cuda libraries", "cuBLAS, cuBLASLt, cuDNN and NVRTC as PyTorch loads them".into())
             } else {
                 let detail = format!("{} not found: no library calls on the cuda device", absent.join(", "));
                 limited("cuda libraries", detail, "make env installs PyTorch's CUDA build")

@@ -248,11 +248,21 @@ fn nvcc(python: &PythonFacts) -> Result<Option<Nvcc>, Error> {
 fn libraries(python: &PythonFacts) -> CudaLibraries {
     let find =
         |names: &[&str]| python.site.iter().flat_map(|s| names.iter().map(move |n| s.join(n))).find(|p| p.is_file());
+    let nvrtc = find(&["nvidia/cu13/lib/libnvrtc.so.13", "nvidia/cuda_nvrtc/lib/libnvrtc.so.12"]);
+    let nvrtc_builtins = nvrtc.as_deref().and_then(Path::parent).and_then(builtins);
     CudaLibraries {
         cublas: find(&["nvidia/cu13/lib/libcublas.so.13", "nvidia/cublas/lib/libcublas.so.12"]),
         cublaslt: find(&["nvidia/cu13/lib/libcublasLt.so.13", "nvidia/cublas/lib/libcublasLt.so.12"]),
         cudnn: find(&["nvidia/cudnn/lib/libcudnn.so.9"]),
+        nvrtc,
+        nvrtc_builtins,
     }
+}
+
+/// NVRTC's second library in `folder`; its name ends with a version of CUDA.
+fn builtins(folder: &Path) -> Option<PathBuf> {
+    let name = |p: &Path| p.file_name().is_some_and(|n| n.to_string_lossy().starts_with("libnvrtc-builtins.so."));
+    std::fs::read_dir(folder).ok()?.flatten().map(|e| e.path()).filter(|p| name(p)).max()
 }
 
 /// First version number that `--version` prints, kept by the compiler's age.
@@ -320,6 +330,17 @@ pub fn hex(bytes: &[u8]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_second_library_of_nvrtc_is_known_by_the_start_of_its_name() {
+        let folder = tempfile::tempdir().unwrap();
+        for name in ["libnvrtc.so.13", "libnvrtc-builtins.alt.so.13.0", "libnvrtc-builtins.so.13.0"] {
+            std::fs::write(folder.path().join(name), "").unwrap();
+        }
+        assert_eq!(builtins(folder.path()), Some(folder.path().join("libnvrtc-builtins.so.13.0")));
+        std::fs::remove_file(folder.path().join("libnvrtc-builtins.so.13.0")).unwrap();
+        assert_eq!(builtins(folder.path()), None);
+    }
 
     #[test]
     fn versions_of_compilers_are_read_from_what_they_print() {

@@ -129,8 +129,6 @@ pub(super) fn load_plan(
         .map_err(|e| fault("no memory for the images", &e))?;
     let (ours, theirs) = std::os::unix::net::UnixStream::pair().map_err(|e| fault("no socket for the helper", &e))?;
     let constants = &recording.constants[0];
-    let libraries = &judge.toolchain.libraries;
-    let libraries = [("cublas", &libraries.cublas), ("cublaslt", &libraries.cublaslt), ("cudnn", &libraries.cudnn)];
     let precision = judge.options.precision;
     let request = LoadRequest {
         plan,
@@ -142,10 +140,7 @@ pub(super) fn load_plan(
             .collect(),
         parameters: session.parameter_fds.iter().map(|(n, (fd, bytes))| (n.clone(), (fd.as_fd(), *bytes))).collect(),
         constants: constants.fd.as_ref().map(|fd| (fd.as_fd(), constants.items.clone())),
-        libraries: libraries
-            .into_iter()
-            .filter_map(|(name, path)| Some((name.to_owned(), path.as_ref()?.display().to_string())))
-            .collect(),
+        libraries: judge.toolchain.libraries.named(),
         precision: Arithmetic { matmul_tf32: precision == Precision::Tf32, conv_tf32: precision != Precision::Half },
         seed: secret_seed()?,
         helper: needs_helper.then(|| theirs.as_fd()),

@@ -1,8 +1,10 @@
-//! Convolutions by cuDNN's stable interface: forward, and transposed as the gradient of the data.
+//! Convolutions by cuDNN's graph interface, chosen as PyTorch chooses: forward, and transposed as the gradient
+//! of the data.
 //!
-//! The algorithm is the first of the library's heuristic order that runs and can be captured. PyTorch asks
-//! the same library through its graph interface, whose order may differ: a candidate's library call can then
-//! be a little faster or slower than the reference's. A bias is added by a second call, as PyTorch does.
+//! PyTorch describes one convolution as a graph, asks for the library's instant heuristics, then for its
+//! fallback list, leaves out configurations of other arithmetic, and takes the first that can be built, has
+//! room for its scratch memory and runs. So do we, with the same descriptions, and one condition more: that it
+//! can be captured. A bias is added by a second call, as PyTorch does.
 //! `describe` decides without a device; it must not know addresses.
 
 use std::ffi::{c_int, c_void};
@@ -10,12 +12,13 @@ use std::ffi::{c_int, c_void};
 use cudarc::cudnn::sys;
 
 use super::super::{Arithmetic, Fault};
+use super::backend::{Descriptor, Kind, Name};
 use super::driver::{Context, Graph};
 use super::library::{Dnn, Libraries, check};
 use crate::plan::{Dtype, TensorRef};
 
-/// Most scratch memory that an algorithm may take, in bytes.
-const WORKSPACE_LIMIT: u64 = 4 << 30;
+/// Names of the three tensors in the graph; PyTorch's.
+const IDS: [i64; 3] = ['x' as i64, 'y' as i64, 'w' as i64];
 
 /// A convolution of the plan.
 pub struct Request<'a> {
@@ -26,25 +29,31 @@ pub struct Request<'a> {
     pub stride: &'a [u32],
     pub padding: &'a [u32],
     pub dilation: &'a [u32],
-    pub groups: u32,
     pub transposed: bool,
 }
 
-/// Sizes as cuDNN takes them; one spatial dimension is written as two, the first of height 1.
+/// Sizes and strides of a tensor.
+pub type Extents = (Vec<i64>, Vec<i64>);
+
+/// Sizes as cuDNN takes them; one spatial dimension is written as two, the first of height 1. How many groups
+/// there are follows from the channels of `x` and `weight`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Description {
-    pub x: (Vec<c_int>, Vec<c_int>),
-    pub out: (Vec<c_int>, Vec<c_int>),
-    pub weight: Vec<c_int>,
+    pub x: Extents,
+    pub out: Extents,
+    pub weight: Extents,
     pub channels_last: bool,
-    pub padding: Vec<c_int>,
-    pub stride: Vec<c_int>,
-    pub dilation: Vec<c_int>,
-    pub groups: c_int,
+    pub padding: Vec<i64>,
+    pub stride: Vec<i64>,
+    pub dilation: Vec<i64>,
 }
 
-fn int(value: u64) -> Result<c_int, Fault> {
-    c_int::try_from(value).map_err(|_| Fault::new("library_failed", "conv: a size is over 2^31"))
+fn wide(value: u64) -> Result<i64, Fault> {
+    i64::try_from(value).map_err(|_| Fault::new("library_failed", "conv: a size is over 2^63"))
+}
+
+fn int(value: i64) -> Result<c_int, Fault> {
+    c_int::try_from(value).map_err(|_| Fault::new("library_failed", "conv: with a bias, no size may be over 2^31"))
 }
 
 /// Are these the strides of a contiguous tensor whose dimensions lie in `order` (outermost first)? Dimensions
@@ -85,7 +94,7 @@ pub fn describe(request: &Request<'_>) -> Result<Description, Fault> {
         return refuse(format!("stride, padding and dilation need {spatial} numbers each"));
     }
     let (x_plain, x_last) = layouts(x);
-    // A filter's description has no strides: it must be dense.
+    // PyTorch packs a filter whose items lie apart before it calls the library.
     let dense = weight.shape[0] == 1 || weight.strides[0] == weight.shape[1..].iter().product::<u64>();
     let (w_plain, w_last) = layouts(weight);
     let (w_plain, w_last) = (w_plain && dense, w_last && dense);
@@ -108,7 +117,7 @@ pub fn describe(request: &Request<'_>) -> Result<Description, Fault> {
         }
     }
     // Strides are worked out anew: those of dimensions of size 1 may be anything, and cuDNN looks at them.
-    let sizes = |tensor: &TensorRef| -> Result<(Vec<c_int>, Vec<c_int>), Fault> {
+    let sizes = |tensor: &TensorRef| -> Result<Extents, Fault> {
         let mut shape = tensor.shape.clone();
         if spatial == 1 {
             shape.insert(2, 1);
@@ -119,69 +128,220 @@ pub fn describe(request: &Request<'_>) -> Result<Description, Fault> {
         let mut strides = vec![0; n];
         let mut step = 1u64;
         for &d in order.iter().rev() {
-            strides[d] = int(step)?;
+            strides[d] = wide(step)?;
             step = step.saturating_mul(shape[d].max(1));
         }
         if shape[0] > 1 {
-            strides[0] = int(tensor.strides[0])?;
+            strides[0] = wide(tensor.strides[0])?;
         }
-        Ok((shape.into_iter().map(int).collect::<Result<_, _>>()?, strides))
+        Ok((shape.into_iter().map(wide).collect::<Result<_, _>>()?, strides))
     };
-    let list = |values: &[u32], first: u64| -> Result<Vec<c_int>, Fault> {
+    let list = |values: &[u32], first: u64| -> Result<Vec<i64>, Fault> {
         let front = (spatial == 1).then_some(first);
-        front.into_iter().chain(values.iter().map(|&v| u64::from(v))).map(int).collect()
+        front.into_iter().chain(values.iter().map(|&v| u64::from(v))).map(wide).collect()
     };
     Ok(Description {
         x: sizes(x)?,
         out: sizes(out)?,
-        weight: sizes(weight)?.0,
+        weight: sizes(weight)?,
         channels_last,
         padding: list(request.padding, 0)?,
         stride: list(request.stride, 1)?,
         dilation: list(request.dilation, 1)?,
-        groups: int(u64::from(request.groups))?,
     })
 }
 
-#[derive(Clone, Copy)]
-enum Algorithm {
-    Forward(sys::cudnnConvolutionFwdAlgo_t),
-    Transposed(sys::cudnnConvolutionBwdDataAlgo_t),
+/// The alignment that PyTorch states for an address: the largest power of two up to 32 that divides it.
+fn alignment(address: u64) -> i64 {
+    1 << address.trailing_zeros().min(5)
+}
+
+/// Is an engine with these notes one that PyTorch leaves out?
+fn left_out(notes: &[c_int], dtype: Dtype, tf32: bool) -> bool {
+    use sys::cudnnBackendNumericalNote_t as Note;
+    let has = |note: Note| notes.iter().any(|&n| u32::try_from(n).is_ok_and(|n| n == note as u32));
+    has(Note::CUDNN_NUMERICAL_NOTE_DOWN_CONVERT_INPUTS)
+        || (dtype == Dtype::Float32 && !tf32 && has(Note::CUDNN_NUMERICAL_NOTE_TENSOR_CORE))
+}
+
+/// The types of the data and of the sums.
+fn types(dtype: Dtype) -> Result<(sys::cudnnDataType_t, sys::cudnnDataType_t), Fault> {
+    use sys::cudnnDataType_t as Data;
+    match dtype {
+        Dtype::Float32 => Ok((Data::CUDNN_DATA_FLOAT, Data::CUDNN_DATA_FLOAT)),
+        Dtype::Float16 => Ok((Data::CUDNN_DATA_HALF, Data::CUDNN_DATA_FLOAT)),
+        Dtype::Bfloat16 => Ok((Data::CUDNN_DATA_BFLOAT16, Data::CUDNN_DATA_FLOAT)),
+        Dtype::Float64 => Ok((Data::CUDNN_DATA_DOUBLE, Data::CUDNN_DATA_DOUBLE)),
+        other => Err(Fault::new("library_failed", format!("conv: no convolution of {other:?}"))),
+    }
+}
+
+fn tensor(
+    table: &Dnn,
+    kind: sys::cudnnDataType_t,
+    (shape, strides): &Extents,
+    id: i64,
+    address: u64,
+) -> Result<Descriptor, Fault> {
+    let made = Descriptor::new(table, Kind::CUDNN_BACKEND_TENSOR_DESCRIPTOR)?;
+    made.set(table, Name::CUDNN_ATTR_TENSOR_DATA_TYPE, &[kind])?;
+    made.set(table, Name::CUDNN_ATTR_TENSOR_DIMENSIONS, shape)?;
+    made.set(table, Name::CUDNN_ATTR_TENSOR_STRIDES, strides)?;
+    made.set(table, Name::CUDNN_ATTR_TENSOR_UNIQUE_ID, &[id])?;
+    made.set(table, Name::CUDNN_ATTR_TENSOR_BYTE_ALIGNMENT, &[alignment(address)])?;
+    made.finish(table)
+}
+
+/// The graph of one convolution. `addresses` are those of the tensors that the graph calls x, y and w.
+fn graph(
+    table: &Dnn,
+    handle: sys::cudnnHandle_t,
+    sizes: &Description,
+    dtype: Dtype,
+    transposed: bool,
+    addresses: [u64; 3],
+) -> Result<Descriptor, Fault> {
+    let (data, sum) = types(dtype)?;
+    // A transposed convolution is the gradient of the data: what it reads is the gradient of the output.
+    let (near, far) = if transposed { (&sizes.out, &sizes.x) } else { (&sizes.x, &sizes.out) };
+    let x = tensor(table, data, near, IDS[0], addresses[0])?;
+    let y = tensor(table, data, far, IDS[1], addresses[1])?;
+    let w = tensor(table, data, &sizes.weight, IDS[2], addresses[2])?;
+
+    let conv = Descriptor::new(table, Kind::CUDNN_BACKEND_CONVOLUTION_DESCRIPTOR)?;
+    conv.set(table, Name::CUDNN_ATTR_CONVOLUTION_COMP_TYPE, &[sum])?;
+    let mode = sys::cudnnConvolutionMode_t::CUDNN_CROSS_CORRELATION;
+    conv.set(table, Name::CUDNN_ATTR_CONVOLUTION_CONV_MODE, &[mode])?;
+    conv.set(table, Name::CUDNN_ATTR_CONVOLUTION_SPATIAL_DIMS, &[wide(sizes.stride.len() as u64)?])?;
+    conv.set(table, Name::CUDNN_ATTR_CONVOLUTION_PRE_PADDINGS, &sizes.padding)?;
+    conv.set(table, Name::CUDNN_ATTR_CONVOLUTION_POST_PADDINGS, &sizes.padding)?;
+    conv.set(table, Name::CUDNN_ATTR_CONVOLUTION_DILATIONS, &sizes.dilation)?;
+    conv.set(table, Name::CUDNN_ATTR_CONVOLUTION_FILTER_STRIDES, &sizes.stride)?;
+    let conv = conv.finish(table)?;
+
+    let (kind, [of_x, of_y, of_w, of_conv, alpha, beta]) = if transposed {
+        (
+            Kind::CUDNN_BACKEND_OPERATION_CONVOLUTION_BACKWARD_DATA_DESCRIPTOR,
+            [
+                Name::CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_DX,
+                Name::CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_DY,
+                Name::CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_W,
+                Name::CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_CONV_DESC,
+                Name::CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_ALPHA,
+                Name::CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_BETA,
+            ],
+        )
+    } else {
+        (
+            Kind::CUDNN_BACKEND_OPERATION_CONVOLUTION_FORWARD_DESCRIPTOR,
+            [
+                Name::CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_X,
+                Name::CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_Y,
+                Name::CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_W,
+                Name::CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_CONV_DESC,
+                Name::CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_ALPHA,
+                Name::CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_BETA,
+            ],
+        )
+    };
+    let operation = Descriptor::new(table, kind)?;
+    operation.refer(table, of_x, &x)?;
+    operation.refer(table, of_y, &y)?;
+    operation.refer(table, of_w, &w)?;
+    operation.refer(table, of_conv, &conv)?;
+    // The scale is a double for doubles and a float for all else.
+    if dtype == Dtype::Float64 {
+        operation.set(table, alpha, &[1f64])?;
+        operation.set(table, beta, &[0f64])?;
+    } else {
+        operation.set(table, alpha, &[1f32])?;
+        operation.set(table, beta, &[0f32])?;
+    }
+    let operation = operation.finish(table)?;
+
+    let graph = Descriptor::new(table, Kind::CUDNN_BACKEND_OPERATIONGRAPH_DESCRIPTOR)?;
+    graph.refer(table, Name::CUDNN_ATTR_OPERATIONGRAPH_OPS, &operation)?;
+    graph.set(table, Name::CUDNN_ATTR_OPERATIONGRAPH_HANDLE, &[handle])?;
+    graph.finish(table)
+}
+
+/// The library's configurations for a graph, best first.
+fn configurations(
+    table: &Dnn,
+    graph: &Descriptor,
+    mode: sys::cudnnBackendHeurMode_t,
+) -> Result<Vec<Descriptor>, Fault> {
+    let asked = Descriptor::new(table, Kind::CUDNN_BACKEND_ENGINEHEUR_DESCRIPTOR)?;
+    asked.refer(table, Name::CUDNN_ATTR_ENGINEHEUR_OPERATION_GRAPH, graph)?;
+    asked.set(table, Name::CUDNN_ATTR_ENGINEHEUR_MODE, &[mode])?;
+    asked.finish(table)?.members(table, Name::CUDNN_ATTR_ENGINEHEUR_RESULTS, Kind::CUDNN_BACKEND_ENGINECFG_DESCRIPTOR)
+}
+
+fn plan(table: &Dnn, configuration: &Descriptor) -> Result<Descriptor, Fault> {
+    let plan = Descriptor::new(table, Kind::CUDNN_BACKEND_EXECUTION_PLAN_DESCRIPTOR)?;
+    plan.refer(table, Name::CUDNN_ATTR_EXECUTION_PLAN_ENGINE_CONFIG, configuration)?;
+    plan.finish(table)
 }
 
 /// A prepared convolution.
 pub struct Conv {
-    x: sys::cudnnTensorDescriptor_t,
-    out: sys::cudnnTensorDescriptor_t,
-    weight: sys::cudnnFilterDescriptor_t,
-    conv: sys::cudnnConvolutionDescriptor_t,
-    bias: Option<(sys::cudnnTensorDescriptor_t, u64)>,
-    algorithm: Algorithm,
+    plan: Descriptor,
+    /// The plan's own; dropped after it.
+    _configuration: Descriptor,
     /// Scratch memory that it needs.
     pub workspace: u64,
+    /// Of what the graph calls x, y and w.
     addresses: [u64; 3],
+    bias: Option<Bias>,
+}
+
+/// A sum over the output, by the library's older interface.
+#[derive(Clone, Copy)]
+struct Bias {
+    bias: sys::cudnnTensorDescriptor_t,
+    out: sys::cudnnTensorDescriptor_t,
+    addresses: [u64; 2],
     double: bool,
 }
 
-fn tensor_descriptor(
-    table: &Dnn,
-    kind: sys::cudnnDataType_t,
-    shape: &[c_int],
-    strides: &[c_int],
-) -> Result<sys::cudnnTensorDescriptor_t, Fault> {
-    let mut made = std::ptr::null_mut();
-    // SAFETY: `made` is valid for a write.
-    check(unsafe { (table.cudnnCreateTensorDescriptor)(&raw mut made) }, "describing a tensor")?;
-    let rank = int(shape.len() as u64)?;
-    // SAFETY: both lists have `rank` numbers, which the library copies.
-    let status = unsafe { (table.cudnnSetTensorNdDescriptor)(made, kind, rank, shape.as_ptr(), strides.as_ptr()) };
-    check(status, "describing a tensor")?;
-    Ok(made)
+impl Bias {
+    fn new(table: &Dnn, sizes: &Description, dtype: Dtype, addresses: [u64; 2]) -> Result<Self, Fault> {
+        let (data, _) = types(dtype)?;
+        let describe = |(shape, strides): &Extents| {
+            let ints = |list: &[i64]| list.iter().map(|&v| int(v)).collect::<Result<Vec<_>, _>>();
+            let (shape, strides) = (ints(shape)?, ints(strides)?);
+            let rank = int(wide(shape.len() as u64)?)?;
+            let mut made = std::ptr::null_mut();
+            // SAFETY: `made` is valid for a write.
+            check(unsafe { (table.cudnnCreateTensorDescriptor)(&raw mut made) }, "describing a bias")?;
+            // SAFETY: both lists have `rank` numbers, which the library copies.
+            let status =
+                unsafe { (table.cudnnSetTensorNdDescriptor)(made, data, rank, shape.as_ptr(), strides.as_ptr()) };
+            check(status, "describing a bias").map(|()| made)
+        };
+        let channels = sizes.out.0[1];
+        let mut shape = vec![1; sizes.out.0.len()];
+        shape[1] = channels;
+        let mut strides = vec![1; shape.len()];
+        strides[0] = channels;
+        let bias = describe(&(shape, strides))?;
+        Ok(Self { bias, out: describe(&sizes.out)?, addresses, double: dtype == Dtype::Float64 })
+    }
+
+    fn call(&self, table: &Dnn, handle: sys::cudnnHandle_t) -> Result<(), Fault> {
+        let (one, one64) = (1f32, 1f64);
+        let scale: *const c_void = if self.double { (&raw const one64).cast() } else { (&raw const one).cast() };
+        let [bias, out] = self.addresses.map(|address| address as *mut c_void);
+        // SAFETY: the descriptions were made for exactly these tensors; the scale is read before the call
+        // returns. `out = 1 * bias + 1 * out`, the bias repeated along all but the channels.
+        let status = unsafe { (table.cudnnAddTensor)(handle, scale, self.bias, bias, scale, self.out, out) };
+        check(status, "adding a convolution's bias")
+    }
 }
 
 impl Conv {
-    /// Chooses an algorithm and tries it. `at` gives the address of a tensor, `scratch` at least so many bytes
-    /// of memory; `try_now` is false where the trial would write into a buffer whose content matters.
+    /// Chooses a configuration and tries it. `at` gives the address of a tensor, `scratch` at least so many
+    /// bytes of memory; `try_now` is false where the trial would write into a buffer whose content matters.
     ///
     /// # Errors
     /// `library_failed` where none works.
@@ -201,190 +361,67 @@ impl Conv {
         if request.x.dtype != dtype || request.weight.dtype != dtype {
             return Err(Fault::new("library_failed", "conv: x, weight and output must have one type"));
         }
-        use sys::cudnnDataType_t as Kind;
-        use sys::cudnnMathType_t as Math;
-        let (kind, compute, math) = match dtype {
-            Dtype::Float32 if arithmetic.conv_tf32 => {
-                (Kind::CUDNN_DATA_FLOAT, Kind::CUDNN_DATA_FLOAT, Math::CUDNN_DEFAULT_MATH)
-            }
-            Dtype::Float32 => (Kind::CUDNN_DATA_FLOAT, Kind::CUDNN_DATA_FLOAT, Math::CUDNN_FMA_MATH),
-            Dtype::Float16 => (Kind::CUDNN_DATA_HALF, Kind::CUDNN_DATA_FLOAT, Math::CUDNN_TENSOR_OP_MATH),
-            Dtype::Bfloat16 => (Kind::CUDNN_DATA_BFLOAT16, Kind::CUDNN_DATA_FLOAT, Math::CUDNN_TENSOR_OP_MATH),
-            Dtype::Float64 => (Kind::CUDNN_DATA_DOUBLE, Kind::CUDNN_DATA_DOUBLE, Math::CUDNN_DEFAULT_MATH),
-            other => return Err(Fault::new("library_failed", format!("conv: no convolution of {other:?}"))),
-        };
         let sizes = describe(request)?;
-        let addresses = [at(request.x)?, at(request.weight)?, at(request.out)?];
+        let (from, to, weight) = (at(request.x)?, at(request.out)?, at(request.weight)?);
+        let addresses = if request.transposed { [to, from, weight] } else { [from, to, weight] };
         let (table, handle) = libraries.dnn(context.stream.cast())?;
-        let x = tensor_descriptor(table, kind, &sizes.x.0, &sizes.x.1)?;
-        let out = tensor_descriptor(table, kind, &sizes.out.0, &sizes.out.1)?;
+        let graph = graph(table, handle, &sizes, dtype, request.transposed, addresses)?;
         let bias = match request.bias {
-            Some(bias) => {
-                let channels = sizes.out.0[1];
-                let mut shape = vec![1; sizes.out.0.len()];
-                shape[1] = channels;
-                let mut strides = vec![1; shape.len()];
-                strides[0] = channels;
-                Some((tensor_descriptor(table, kind, &shape, &strides)?, at(bias)?))
-            }
+            Some(bias) => Some(Bias::new(table, &sizes, dtype, [at(bias)?, to])?),
             None => None,
         };
-        let mut weight = std::ptr::null_mut();
-        // SAFETY: `weight` is valid for a write.
-        check(unsafe { (table.cudnnCreateFilterDescriptor)(&raw mut weight) }, "describing a filter")?;
-        let format = if sizes.channels_last {
-            sys::cudnnTensorFormat_t::CUDNN_TENSOR_NHWC
-        } else {
-            sys::cudnnTensorFormat_t::CUDNN_TENSOR_NCHW
-        };
-        let rank = int(sizes.weight.len() as u64)?;
-        // SAFETY: the list has `rank` numbers, which the library copies.
-        let status = unsafe { (table.cudnnSetFilterNdDescriptor)(weight, kind, format, rank, sizes.weight.as_ptr()) };
-        check(status, "describing a filter")?;
-        let mut conv = std::ptr::null_mut();
-        // SAFETY: `conv` is valid for a write.
-        check(unsafe { (table.cudnnCreateConvolutionDescriptor)(&raw mut conv) }, "describing a convolution")?;
-        let spatial = int(sizes.stride.len() as u64)?;
-        // SAFETY: the three lists have `spatial` numbers each, which the library copies.
-        let status = unsafe {
-            (table.cudnnSetConvolutionNdDescriptor)(
-                conv,
-                spatial,
-                sizes.padding.as_ptr(),
-                sizes.stride.as_ptr(),
-                sizes.dilation.as_ptr(),
-                sys::cudnnConvolutionMode_t::CUDNN_CROSS_CORRELATION,
-                compute,
-            )
-        };
-        check(status, "describing a convolution")?;
-        // SAFETY: `conv` was created above.
-        check(unsafe { (table.cudnnSetConvolutionGroupCount)(conv, sizes.groups) }, "describing a convolution")?;
-        let set_math = |math| {
-            // SAFETY: `conv` was created above.
-            check(unsafe { (table.cudnnSetConvolutionMathType)(conv, math) }, "describing a convolution")
-        };
-        set_math(math)?;
-        let mut prepared = Self {
-            x,
-            out,
-            weight,
-            conv,
-            bias,
-            algorithm: Algorithm::Forward(sys::cudnnConvolutionFwdAlgo_t::CUDNN_CONVOLUTION_FWD_ALGO_IMPLICIT_GEMM),
-            workspace: 0,
-            addresses,
-            double: dtype == Dtype::Float64,
-        };
-        let choices = prepared.choices(table, handle, request.transposed)?;
-        let mut last = Fault::new("library_failed", "cuDNN proposes no algorithm for this convolution");
-        for (algorithm, proposed) in choices {
-            // Without TF32 every choice must stay with fused multiply-add; else the library's own proposal.
-            set_math(if math == Math::CUDNN_FMA_MATH { math } else { proposed })?;
-            let Ok(workspace) = prepared.needs(table, handle, algorithm) else { continue };
-            if workspace > WORKSPACE_LIMIT {
-                last = Fault::new("library_failed", format!("cuDNN's algorithm wants {workspace} bytes of scratch"));
-                continue;
+        // Room for a trial, then the trial itself.
+        let mut attempt = |configuration: Descriptor| -> Result<Self, Fault> {
+            let plan = plan(table, &configuration)?;
+            let workspace = plan.number(table, Name::CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE)?;
+            let workspace = u64::try_from(workspace).unwrap_or(0);
+            let memory = scratch(workspace).map_err(|fault| {
+                Fault::new(&fault.code, format!("{workspace} bytes of cuDNN's scratch memory: {}", fault.message))
+            })?;
+            let conv = Self { plan, _configuration: configuration, workspace, addresses, bias };
+            if try_now {
+                conv.call(table, handle, memory)?;
+                context.wait("trying a convolution")?;
+                Graph::capture(context, || conv.call(table, handle, memory))?;
             }
-            let Ok(memory) = scratch(workspace) else {
-                last = Fault::new("memory", format!("no room for {workspace} bytes of cuDNN's scratch memory"));
-                continue;
+            Ok(conv)
+        };
+        let mut refused = Vec::new();
+        let mut others = 0;
+        use sys::cudnnBackendHeurMode_t as Mode;
+        for mode in [Mode::CUDNN_HEUR_MODE_INSTANT, Mode::CUDNN_HEUR_MODE_FALLBACK] {
+            let configurations = match configurations(table, &graph, mode) {
+                Ok(configurations) => configurations,
+                Err(fault) => {
+                    refused.push(fault);
+                    continue;
+                }
             };
-            prepared.algorithm = algorithm;
-            prepared.workspace = workspace;
-            if !try_now {
-                return Ok(Some(prepared));
-            }
-            let tried = prepared
-                .call(table, handle, memory)
-                .and_then(|()| context.wait("trying a convolution"))
-                .and_then(|()| Graph::capture(context, || prepared.call(table, handle, memory)).map(|_| ()));
-            match tried {
-                Ok(()) => return Ok(Some(prepared)),
-                Err(fault) => last = fault,
+            for configuration in configurations {
+                // PyTorch takes an engine that can't be asked for one without notes.
+                let notes = configuration
+                    .member(table, Name::CUDNN_ATTR_ENGINECFG_ENGINE, Kind::CUDNN_BACKEND_ENGINE_DESCRIPTOR)
+                    .and_then(|engine| engine.notes(table))
+                    .unwrap_or_default();
+                if left_out(&notes, dtype, arithmetic.conv_tf32) {
+                    others += 1;
+                    continue;
+                }
+                match attempt(configuration) {
+                    Ok(conv) => return Ok(Some(conv)),
+                    Err(fault) => refused.push(fault),
+                }
             }
         }
-        Err(last)
-    }
-
-    /// The library's proposals, best first, with the arithmetic that each is meant for.
-    fn choices(
-        &self,
-        table: &Dnn,
-        handle: sys::cudnnHandle_t,
-        transposed: bool,
-    ) -> Result<Vec<(Algorithm, sys::cudnnMathType_t)>, Fault> {
-        const MOST: usize = 16;
-        let mut count = 0;
-        let room = int(MOST as u64)?;
-        let taken = |count: c_int| usize::try_from(count).unwrap_or(0).min(MOST);
-        if transposed {
-            // SAFETY: plain data for the library to fill in; zero is a member of each enumeration in it.
-            let mut found: [sys::cudnnConvolutionBwdDataAlgoPerf_t; MOST] = unsafe { std::mem::zeroed() };
-            // SAFETY: the descriptions live; `found` has the room announced.
-            let status = unsafe {
-                (table.cudnnGetConvolutionBackwardDataAlgorithm_v7)(
-                    handle,
-                    self.weight,
-                    self.x,
-                    self.conv,
-                    self.out,
-                    room,
-                    &raw mut count,
-                    found.as_mut_ptr(),
-                )
-            };
-            check(status, "choosing an algorithm for a transposed convolution")?;
-            let good = found.iter().take(taken(count)).filter(|f| f.status == sys::cudnnStatus_t::CUDNN_STATUS_SUCCESS);
-            return Ok(good.map(|f| (Algorithm::Transposed(f.algo), f.mathType)).collect());
-        }
-        // SAFETY: as above.
-        let mut found: [sys::cudnnConvolutionFwdAlgoPerf_t; MOST] = unsafe { std::mem::zeroed() };
-        // SAFETY: as above.
-        let status = unsafe {
-            (table.cudnnGetConvolutionForwardAlgorithm_v7)(
-                handle,
-                self.x,
-                self.weight,
-                self.conv,
-                self.out,
-                room,
-                &raw mut count,
-                found.as_mut_ptr(),
-            )
-        };
-        check(status, "choosing an algorithm for a convolution")?;
-        let good = found.iter().take(taken(count)).filter(|f| f.status == sys::cudnnStatus_t::CUDNN_STATUS_SUCCESS);
-        Ok(good.map(|f| (Algorithm::Forward(f.algo), f.mathType)).collect())
-    }
-
-    fn needs(&self, table: &Dnn, handle: sys::cudnnHandle_t, algorithm: Algorithm) -> Result<u64, Fault> {
-        let mut bytes = 0usize;
-        // SAFETY: the descriptions live; `bytes` is valid for a write.
-        let status = unsafe {
-            match algorithm {
-                Algorithm::Forward(algorithm) => (table.cudnnGetConvolutionForwardWorkspaceSize)(
-                    handle,
-                    self.x,
-                    self.weight,
-                    self.conv,
-                    self.out,
-                    algorithm,
-                    &raw mut bytes,
-                ),
-                Algorithm::Transposed(algorithm) => (table.cudnnGetConvolutionBackwardDataWorkspaceSize)(
-                    handle,
-                    self.weight,
-                    self.x,
-                    self.conv,
-                    self.out,
-                    algorithm,
-                    &raw mut bytes,
-                ),
-            }
-        };
-        check(status, "asking for a convolution's scratch memory")?;
-        Ok(bytes as u64)
+        let count = refused.len();
+        let code = refused.first().map_or("library_failed", |fault| fault.code.as_str()).to_owned();
+        refused.dedup_by(|a, b| a.message == b.message);
+        let why: Vec<&str> = refused.iter().map(|fault| fault.message.as_str()).take(4).collect();
+        let why = if why.is_empty() { "none was proposed".into() } else { why.join("; ") };
+        let message = format!(
+            "cuDNN has no configuration for this convolution: {count} failed, {others} are of another arithmetic: {why}"
+        );
+        Err(Fault::new(&code, message))
     }
 
     /// Puts the convolution on the stream that the library was given. `scratch` has `workspace` bytes.
@@ -397,61 +434,14 @@ impl Conv {
     }
 
     fn call(&self, table: &Dnn, handle: sys::cudnnHandle_t, scratch: u64) -> Result<(), Fault> {
-        let (one, zero, one64, zero64) = (1f32, 0f32, 1f64, 0f64);
-        // The scale is a double for doubles and a float for all else.
-        let (alpha, beta): (*const c_void, *const c_void) = if self.double {
-            ((&raw const one64).cast(), (&raw const zero64).cast())
-        } else {
-            ((&raw const one).cast(), (&raw const zero).cast())
-        };
-        let pointer = |address: u64| address as *mut c_void;
-        let [x, weight, out] = self.addresses.map(pointer);
-        let bytes = usize::try_from(self.workspace).unwrap_or(0);
-        let scratch = if bytes == 0 { std::ptr::null_mut() } else { pointer(scratch) };
-        // SAFETY: descriptions were made for exactly these tensors, the scratch memory has the size that the
-        // library asked for; alpha and beta are read before the call returns.
-        let status = unsafe {
-            match self.algorithm {
-                Algorithm::Forward(algorithm) => (table.cudnnConvolutionForward)(
-                    handle,
-                    alpha,
-                    self.x,
-                    x,
-                    self.weight,
-                    weight,
-                    self.conv,
-                    algorithm,
-                    scratch,
-                    bytes,
-                    beta,
-                    self.out,
-                    out,
-                ),
-                Algorithm::Transposed(algorithm) => (table.cudnnConvolutionBackwardData)(
-                    handle,
-                    alpha,
-                    self.weight,
-                    weight,
-                    self.x,
-                    x,
-                    self.conv,
-                    algorithm,
-                    scratch,
-                    bytes,
-                    beta,
-                    self.out,
-                    out,
-                ),
-            }
-        };
-        check(status, "a convolution")?;
-        if let Some((description, address)) = self.bias {
-            // SAFETY: as above; `out = 1 * bias + 1 * out`, the bias repeated along all but the channels.
-            let status =
-                unsafe { (table.cudnnAddTensor)(handle, alpha, description, pointer(address), alpha, self.out, out) };
-            check(status, "adding a convolution's bias")?;
-        }
-        Ok(())
+        let pack = Descriptor::new(table, Kind::CUDNN_BACKEND_VARIANT_PACK_DESCRIPTOR)?;
+        let pointers = self.addresses.map(|address| address as *mut c_void);
+        pack.set(table, Name::CUDNN_ATTR_VARIANT_PACK_DATA_POINTERS, &pointers)?;
+        pack.set(table, Name::CUDNN_ATTR_VARIANT_PACK_UNIQUE_IDS, &IDS)?;
+        let scratch = if self.workspace == 0 { std::ptr::null_mut() } else { scratch as *mut c_void };
+        pack.set(table, Name::CUDNN_ATTR_VARIANT_PACK_WORKSPACE, &[scratch])?;
+        self.plan.execute(table, handle, &pack.finish(table)?)?;
+        self.bias.map_or(Ok(()), |bias| bias.call(table, handle))
     }
 }
 
@@ -460,50 +450,67 @@ impl Conv {
 mod tests {
     use super::*;
 
-    fn tensor(shape: &[u64], strides: &[u64]) -> TensorRef {
+    fn bare(shape: &[u64], strides: &[u64]) -> TensorRef {
         TensorRef { buffer: 0, offset: 0, dtype: Dtype::Float32, shape: shape.into(), strides: strides.into() }
     }
 
     fn request<'a>(x: &'a TensorRef, weight: &'a TensorRef, out: &'a TensorRef, one: &'a [u32]) -> Request<'a> {
-        Request { x, weight, bias: None, out, stride: one, padding: one, dilation: one, groups: 1, transposed: false }
+        Request { x, weight, bias: None, out, stride: one, padding: one, dilation: one, transposed: false }
     }
 
     #[test]
     fn one_dimension_is_written_as_two_with_a_height_of_one() {
-        let (x, w) = (tensor(&[2, 3, 10], &[30, 10, 1]), tensor(&[4, 3, 3], &[9, 3, 1]));
-        let out = tensor(&[2, 4, 10], &[40, 10, 1]);
+        let (x, w) = (bare(&[2, 3, 10], &[30, 10, 1]), bare(&[4, 3, 3], &[9, 3, 1]));
+        let out = bare(&[2, 4, 10], &[40, 10, 1]);
         let d = describe(&request(&x, &w, &out, &[1])).unwrap();
         assert_eq!(d.x, (vec![2, 3, 1, 10], vec![30, 10, 10, 1]));
-        assert_eq!((d.weight, d.padding, d.stride), (vec![4, 3, 1, 3], vec![0, 1], vec![1, 1]));
+        assert_eq!(d.weight, (vec![4, 3, 1, 3], vec![9, 3, 3, 1]));
+        assert_eq!((d.padding, d.stride), (vec![0, 1], vec![1, 1]));
     }
 
     #[test]
     fn channels_last_is_known_by_its_strides() {
-        let (x, w) = (tensor(&[2, 3, 8, 8], &[192, 1, 24, 3]), tensor(&[4, 3, 3, 3], &[27, 1, 9, 3]));
-        let out = tensor(&[2, 4, 8, 8], &[256, 1, 32, 4]);
+        let (x, w) = (bare(&[2, 3, 8, 8], &[192, 1, 24, 3]), bare(&[4, 3, 3, 3], &[27, 1, 9, 3]));
+        let out = bare(&[2, 4, 8, 8], &[256, 1, 32, 4]);
         let d = describe(&request(&x, &w, &out, &[1, 1])).unwrap();
         assert!(d.channels_last);
         assert_eq!(d.out.1, [256, 1, 32, 4]);
-        let plain = tensor(&[4, 3, 3, 3], &[27, 9, 3, 1]);
+        let plain = bare(&[4, 3, 3, 3], &[27, 9, 3, 1]);
         let error = describe(&request(&x, &plain, &out, &[1, 1])).unwrap_err();
         assert!(error.message.contains("weight"), "{error}");
     }
 
     #[test]
     fn items_of_a_batch_may_lie_apart_and_filters_may_not() {
-        let (x, w) = (tensor(&[2, 3, 8, 8], &[500, 64, 8, 1]), tensor(&[4, 3, 3, 3], &[27, 9, 3, 1]));
-        let out = tensor(&[2, 4, 8, 8], &[256, 64, 8, 1]);
+        let (x, w) = (bare(&[2, 3, 8, 8], &[500, 64, 8, 1]), bare(&[4, 3, 3, 3], &[27, 9, 3, 1]));
+        let out = bare(&[2, 4, 8, 8], &[256, 64, 8, 1]);
         assert_eq!(describe(&request(&x, &w, &out, &[1, 1])).unwrap().x.1, [500, 64, 8, 1]);
-        let apart = tensor(&[4, 3, 3, 3], &[30, 9, 3, 1]);
+        let apart = bare(&[4, 3, 3, 3], &[30, 9, 3, 1]);
         assert!(describe(&request(&x, &apart, &out, &[1, 1])).is_err());
     }
 
     #[test]
     fn dimensions_of_size_one_may_have_any_stride() {
-        let (x, w) = (tensor(&[1, 1, 8, 8], &[999, 7, 8, 1]), tensor(&[4, 1, 3, 3], &[9, 1, 3, 1]));
-        let out = tensor(&[1, 4, 8, 8], &[256, 64, 8, 1]);
+        let (x, w) = (bare(&[1, 1, 8, 8], &[999, 7, 8, 1]), bare(&[4, 1, 3, 3], &[9, 1, 3, 1]));
+        let out = bare(&[1, 4, 8, 8], &[256, 64, 8, 1]);
         let d = describe(&request(&x, &w, &out, &[1, 1])).unwrap();
         assert!(!d.channels_last);
         assert_eq!(d.x.1, [64, 64, 8, 1]);
+    }
+
+    #[test]
+    fn alignment_is_the_largest_power_of_two_up_to_32() {
+        assert_eq!([0, 1, 2, 12, 16, 96, 512].map(alignment), [32, 1, 2, 4, 16, 32, 32]);
+    }
+
+    #[test]
+    fn engines_of_another_arithmetic_are_left_out() {
+        use sys::cudnnBackendNumericalNote_t as Note;
+        let core = [Note::CUDNN_NUMERICAL_NOTE_TENSOR_CORE as c_int];
+        let down = [Note::CUDNN_NUMERICAL_NOTE_DOWN_CONVERT_INPUTS as c_int];
+        assert!(left_out(&core, Dtype::Float32, false) && !left_out(&core, Dtype::Float32, true));
+        assert!(!left_out(&core, Dtype::Float16, false) && !left_out(&core, Dtype::Float64, false));
+        assert!(left_out(&down, Dtype::Float32, true) && left_out(&down, Dtype::Float16, true));
+        assert!(!left_out(&[99, -1], Dtype::Float32, false));
     }
 }

@@ -5,7 +5,7 @@
 //! as integers: a newer library may answer one that an enumeration lacks. Must not know plans.
 
 use std::collections::BTreeMap;
-use std::ffi::{CStr, CString, c_int, c_void};
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
 
 use cudarc::cublaslt::sys as lt;
 use cudarc::cudnn::sys as dnn;
@@ -39,15 +39,20 @@ fn symbol(handle: *mut c_void, name: &'static str) -> Result<*mut c_void, Fault>
 }
 
 macro_rules! functions {
-    ($(#[$doc:meta])* $table:ident, $sys:ident, $status:ty: $($name:ident($($arg:ty),*);)*) => {
+    (
+        $(#[$doc:meta])* $table:ident, $sys:ident, $status:ty: $($name:ident($($arg:ty),*);)*
+        $(| $void:ident($($void_arg:ty),*);)*
+    ) => {
         $(#[$doc])*
         #[allow(non_snake_case)]
         pub struct $table {
             $(pub $name: unsafe extern "C" fn($($arg),*) -> c_int,)*
+            $(pub $void: unsafe extern "C" fn($($void_arg),*),)*
         }
 
         // The signatures are those of cudarc's generated bindings.
         $(const _: unsafe fn($($arg),*) -> $status = $sys::$name;)*
+        $(const _: unsafe fn($($void_arg),*) = $sys::$void;)*
 
         impl $table {
             fn load(path: &str) -> Result<Self, Fault> {
@@ -58,6 +63,11 @@ macro_rules! functions {
                         // SAFETY: the library's function of this name has this signature (checked above); its
                         // status is an enumeration, which C passes as an `int`.
                         unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($arg),*) -> c_int>(address) }
+                    },)*
+                    $($void: {
+                        let address = symbol(handle, stringify!($void))?;
+                        // SAFETY: as above; it answers nothing.
+                        unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($void_arg),*)>(address) }
                     },)*
                 })
             }
@@ -81,25 +91,32 @@ functions! {
 }
 
 functions! {
-    /// cuDNN's convolutions.
+    /// cuDNN: its graph interface, and the sum that a bias takes.
     Dnn, dnn, dnn::cudnnStatus_t:
     cudnnCreate(*mut dnn::cudnnHandle_t);
     cudnnSetStream(dnn::cudnnHandle_t, dnn::cudaStream_t);
     cudnnCreateTensorDescriptor(*mut dnn::cudnnTensorDescriptor_t);
     cudnnSetTensorNdDescriptor(dnn::cudnnTensorDescriptor_t, dnn::cudnnDataType_t, c_int, *const c_int, *const c_int);
-    cudnnCreateFilterDescriptor(*mut dnn::cudnnFilterDescriptor_t);
-    cudnnSetFilterNdDescriptor(dnn::cudnnFilterDescriptor_t, dnn::cudnnDataType_t, dnn::cudnnTensorFormat_t, c_int, *const c_int);
-    cudnnCreateConvolutionDescriptor(*mut dnn::cudnnConvolutionDescriptor_t);
-    cudnnSetConvolutionNdDescriptor(dnn::cudnnConvolutionDescriptor_t, c_int, *const c_int, *const c_int, *const c_int, dnn::cudnnConvolutionMode_t, dnn::cudnnDataType_t);
-    cudnnSetConvolutionGroupCount(dnn::cudnnConvolutionDescriptor_t, c_int);
-    cudnnSetConvolutionMathType(dnn::cudnnConvolutionDescriptor_t, dnn::cudnnMathType_t);
-    cudnnGetConvolutionForwardAlgorithm_v7(dnn::cudnnHandle_t, dnn::cudnnTensorDescriptor_t, dnn::cudnnFilterDescriptor_t, dnn::cudnnConvolutionDescriptor_t, dnn::cudnnTensorDescriptor_t, c_int, *mut c_int, *mut dnn::cudnnConvolutionFwdAlgoPerf_t);
-    cudnnGetConvolutionBackwardDataAlgorithm_v7(dnn::cudnnHandle_t, dnn::cudnnFilterDescriptor_t, dnn::cudnnTensorDescriptor_t, dnn::cudnnConvolutionDescriptor_t, dnn::cudnnTensorDescriptor_t, c_int, *mut c_int, *mut dnn::cudnnConvolutionBwdDataAlgoPerf_t);
-    cudnnGetConvolutionForwardWorkspaceSize(dnn::cudnnHandle_t, dnn::cudnnTensorDescriptor_t, dnn::cudnnFilterDescriptor_t, dnn::cudnnConvolutionDescriptor_t, dnn::cudnnTensorDescriptor_t, dnn::cudnnConvolutionFwdAlgo_t, *mut usize);
-    cudnnGetConvolutionBackwardDataWorkspaceSize(dnn::cudnnHandle_t, dnn::cudnnFilterDescriptor_t, dnn::cudnnTensorDescriptor_t, dnn::cudnnConvolutionDescriptor_t, dnn::cudnnTensorDescriptor_t, dnn::cudnnConvolutionBwdDataAlgo_t, *mut usize);
-    cudnnConvolutionForward(dnn::cudnnHandle_t, *const c_void, dnn::cudnnTensorDescriptor_t, *const c_void, dnn::cudnnFilterDescriptor_t, *const c_void, dnn::cudnnConvolutionDescriptor_t, dnn::cudnnConvolutionFwdAlgo_t, *mut c_void, usize, *const c_void, dnn::cudnnTensorDescriptor_t, *mut c_void);
-    cudnnConvolutionBackwardData(dnn::cudnnHandle_t, *const c_void, dnn::cudnnFilterDescriptor_t, *const c_void, dnn::cudnnTensorDescriptor_t, *const c_void, dnn::cudnnConvolutionDescriptor_t, dnn::cudnnConvolutionBwdDataAlgo_t, *mut c_void, usize, *const c_void, dnn::cudnnTensorDescriptor_t, *mut c_void);
     cudnnAddTensor(dnn::cudnnHandle_t, *const c_void, dnn::cudnnTensorDescriptor_t, *const c_void, *const c_void, dnn::cudnnTensorDescriptor_t, *mut c_void);
+    cudnnBackendCreateDescriptor(dnn::cudnnBackendDescriptorType_t, *mut dnn::cudnnBackendDescriptor_t);
+    cudnnBackendDestroyDescriptor(dnn::cudnnBackendDescriptor_t);
+    cudnnBackendSetAttribute(dnn::cudnnBackendDescriptor_t, dnn::cudnnBackendAttributeName_t, dnn::cudnnBackendAttributeType_t, i64, *const c_void);
+    cudnnBackendGetAttribute(dnn::cudnnBackendDescriptor_t, dnn::cudnnBackendAttributeName_t, dnn::cudnnBackendAttributeType_t, i64, *mut i64, *mut c_void);
+    cudnnBackendFinalize(dnn::cudnnBackendDescriptor_t);
+    cudnnBackendExecute(dnn::cudnnHandle_t, dnn::cudnnBackendDescriptor_t, dnn::cudnnBackendDescriptor_t);
+    | cudnnGetLastErrorString(*mut c_char, usize);
+}
+
+impl Dnn {
+    /// What the library says of its last failure; empty where it says nothing. Asking forgets it.
+    pub fn said(&self) -> String {
+        let mut text: [c_char; 512] = [0; 512];
+        // SAFETY: `text` has the room announced and one more, which stays zero.
+        unsafe { (self.cudnnGetLastErrorString)(text.as_mut_ptr(), text.len() - 1) };
+        // SAFETY: the array ends with a zero byte.
+        let said = unsafe { CStr::from_ptr(text.as_ptr()) }.to_string_lossy();
+        said.split_whitespace().collect::<Vec<_>>().join(" ")
+    }
 }
 
 /// Fails with what a library's status number means.

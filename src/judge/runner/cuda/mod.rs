@@ -22,6 +22,7 @@ use super::{
 use crate::judge::wire::Channel;
 use crate::plan::{BufferKind, Device, Dtype, Fill, Library, Op, Plan, TensorRef};
 
+mod backend;
 mod conv;
 mod driver;
 pub mod facts;
@@ -491,7 +492,7 @@ impl Loaded {
                 stride,
                 padding,
                 dilation,
-                groups,
+                groups: _,
                 transposed,
                 output_padding: _,
             } => {
@@ -503,7 +504,6 @@ impl Loaded {
                     stride,
                     padding,
                     dilation,
-                    groups: *groups,
                     transposed: *transposed,
                 };
                 let trial = scribble(out);
