@@ -2,7 +2,8 @@
 //!
 //! Plays the supervisor and the reference host for a real runner process: shares buffers, loads plans with
 //! the kernels of `selftest.cu`, compares what comes out with sums done on the CPU. Needs no compiler; with
-//! `cublaslt=PATH` and `cudnn=PATH` it tries the libraries too. It judges nobody.
+//! `cublaslt=PATH` and `cudnn=PATH` it tries the libraries too (`nvrtc=PATH` and `nvrtc-builtins=PATH` are for
+//! cuDNN's kernels that are compiled when they are needed). It judges nobody.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -622,6 +623,37 @@ struct ConvCase {
     transposed: bool,
     last: bool,
     tf32: bool,
+    half: bool,
+}
+
+/// Values as halves, two in each float, filled up to as many floats as there were. They must be exact halves
+/// of normal size.
+fn pack(values: &[f32]) -> Vec<f32> {
+    let half = |v: f32| {
+        let bits = v.to_bits();
+        let exponent = (bits >> 23) & 0xff;
+        if exponent == 0 { 0 } else { (bits >> 16) & 0x8000 | (exponent - 112) << 10 | (bits >> 13) & 0x3ff }
+    };
+    let both = |pair: &[f32]| f32::from_bits(half(pair[0]) | pair.get(1).map_or(0, |&v| half(v)) << 16);
+    let mut packed: Vec<f32> = values.chunks(2).map(both).collect();
+    packed.resize(values.len(), 0.0);
+    packed
+}
+
+/// The first `count` halves that lie in `floats`.
+fn unpack(floats: &[f32], count: usize) -> Vec<f32> {
+    let float = |bits: u32| {
+        let (sign, exponent, fraction) = ((bits & 0x8000) << 16, (bits >> 10) & 0x1f, bits & 0x3ff);
+        let size = match exponent {
+            // 2^-24 a step.
+            0 => f32::from_bits(0x3380_0000) * f32::from(u16::try_from(fraction).unwrap_or(0)),
+            31 => f32::from_bits(0x7f80_0000 | fraction << 13),
+            _ => f32::from_bits((exponent + 112) << 23 | fraction << 13),
+        };
+        if sign == 0 { size } else { -size }
+    };
+    let both = |&value: &f32| [float(value.to_bits() & 0xffff), float(value.to_bits() >> 16)];
+    floats.iter().flat_map(both).take(count).collect()
 }
 
 fn strides(shape: &[u64], last: bool) -> Vec<u64> {
@@ -698,6 +730,23 @@ fn conv_cases() -> Vec<(&'static str, ConvCase)> {
         transposed: false,
         last: false,
         tf32: false,
+        half: false,
+    };
+    let transposed = || ConvCase {
+        weight: vec![8, 16, 3, 3],
+        out: vec![2, 16, 24, 20],
+        stride: vec![2, 2],
+        transposed: true,
+        ..base()
+    };
+    let space = || ConvCase {
+        x: vec![1, 4, 6, 7, 8],
+        weight: vec![8, 4, 3, 3, 3],
+        out: vec![1, 8, 6, 7, 8],
+        stride: vec![1; 3],
+        padding: vec![1; 3],
+        dilation: vec![1; 3],
+        ..base()
     };
     vec![
         ("2-D", base()),
@@ -727,26 +776,26 @@ fn conv_cases() -> Vec<(&'static str, ConvCase)> {
                 ..base()
             },
         ),
+        ("3-D", space()),
+        ("3-D, TF32", ConvCase { tf32: true, ..space() }),
+        ("3-D, channels-last, TF32", ConvCase { last: true, tf32: true, ..space() }),
+        ("half", ConvCase { half: true, ..base() }),
+        ("half, channels-last", ConvCase { half: true, last: true, ..base() }),
+        ("transposed, output_padding 1", transposed()),
+        ("transposed, channels-last, TF32", ConvCase { last: true, tf32: true, ..transposed() }),
+        ("transposed, half", ConvCase { half: true, ..transposed() }),
+        ("transposed, grouped, dilated", {
+            let (weight, out) = (vec![8, 4, 3, 3], vec![2, 16, 26, 22]);
+            ConvCase { weight, out, groups: 4, dilation: vec![2, 2], ..transposed() }
+        }),
         (
-            "3-D",
+            "transposed, 3-D, output_padding 1",
             ConvCase {
-                x: vec![1, 4, 6, 7, 8],
-                weight: vec![8, 4, 3, 3, 3],
-                out: vec![1, 8, 6, 7, 8],
-                stride: vec![1; 3],
-                padding: vec![1; 3],
-                dilation: vec![1; 3],
-                ..base()
-            },
-        ),
-        (
-            "transposed",
-            ConvCase {
-                weight: vec![8, 16, 3, 3],
-                out: vec![2, 16, 24, 20],
-                stride: vec![2, 2],
+                x: vec![1, 8, 4, 5, 6],
+                out: vec![1, 4, 8, 10, 12],
+                stride: vec![2; 3],
                 transposed: true,
-                ..base()
+                ..space()
             },
         ),
         (
@@ -778,11 +827,13 @@ fn conv_plan(case: &ConvCase) -> Plan {
     };
     let space = case.stride.len();
     let output_padding = (0..space).map(|d| if case.transposed { beyond(d) } else { 0 }).collect();
+    let dtype = if case.half { Dtype::Float16 } else { Dtype::Float32 };
+    let typed = |buffer, shape: &[u64]| TensorRef { dtype, ..tensor(buffer, shape, &strides(shape, case.last)) };
     let call = Op::Library(Library::Conv {
-        x: tensor(0, &case.x, &strides(&case.x, case.last)),
-        weight: tensor(1, &case.weight, &strides(&case.weight, case.last)),
-        bias: Some(tensor(2, &[channels], &[1])),
-        out: tensor(3, &case.out, &strides(&case.out, case.last)),
+        x: typed(0, &case.x),
+        weight: typed(1, &case.weight),
+        bias: Some(TensorRef { dtype, ..tensor(2, &[channels], &[1]) }),
+        out: typed(3, &case.out),
         stride: case.stride.clone(),
         padding: case.padding.clone(),
         dilation: case.dilation.clone(),
@@ -799,34 +850,57 @@ fn conv_plan(case: &ConvCase) -> Plan {
     plan(buffers, vec![call])
 }
 
+fn convolution(bed: &Bed, case: &ConvCase) -> Outcome {
+    let count = |shape: &[u64]| usize::try_from(shape.iter().product::<u64>()).unwrap_or(0);
+    // Halves hold these values exactly.
+    let values = |shape: &[u64], scale: f32| -> Vec<f32> {
+        let exact = |v: f32| if case.half { (v * 256.0).round() / 256.0 } else { v };
+        ramp(count(shape), scale).into_iter().map(exact).collect()
+    };
+    let (x_data, w_data) = (values(&case.x, 1.0), values(&case.weight, 0.5));
+    let bias_data = values(&case.out[1..2], 2.0);
+    let x = tensor(0, &case.x, &strides(&case.x, case.last));
+    let weight = tensor(1, &case.weight, &strides(&case.weight, case.last));
+    let want = expected_conv(case, (&x, &x_data), (&weight, &w_data), &bias_data);
+    let stored = |values: Vec<f32>| if case.half { pack(&values) } else { values };
+    let data = Data {
+        inputs: vec![vec![stored(x_data)]],
+        parameters: vec![("w", stored(w_data)), ("b", stored(bias_data))],
+        arithmetic: Arithmetic { matmul_tf32: false, conv_tf32: case.tf32 },
+        ..Data::default()
+    };
+    let mut stage = bed.stage(&conv_plan(case), &data)?;
+    stage.run(0)?;
+    stage.run(0)?;
+    let raw = stage.output(bed, want.len())?;
+    let got = if case.half { unpack(&raw, want.len()) } else { raw };
+    // TF32 and halves keep ten bits of a fraction: of each factor here, of the sum and its bias there.
+    close(
+        &got,
+        &want,
+        if case.tf32 {
+            2e-2
+        } else if case.half {
+            5e-3
+        } else {
+            5e-4
+        },
+    )
+}
+
 fn convolutions(bed: &Bed) -> Outcome {
     has(bed, "cudnn")?;
+    let mut failed = Vec::new();
     for (name, case) in conv_cases() {
-        let count = |shape: &[u64]| usize::try_from(shape.iter().product::<u64>()).unwrap_or(0);
-        let (x_data, w_data) = (ramp(count(&case.x), 1.0), ramp(count(&case.weight), 0.5));
-        let channels = usize::try_from(case.out[1]).unwrap_or(0);
-        let bias_data = ramp(channels, 2.0);
-        let x = tensor(0, &case.x, &strides(&case.x, case.last));
-        let weight = tensor(1, &case.weight, &strides(&case.weight, case.last));
-        let want = expected_conv(&case, (&x, &x_data), (&weight, &w_data), &bias_data);
-        let data = Data {
-            inputs: vec![vec![x_data]],
-            parameters: vec![("w", w_data), ("b", bias_data)],
-            arithmetic: Arithmetic { matmul_tf32: false, conv_tf32: case.tf32 },
-            ..Data::default()
-        };
-        let done = (|| {
-            let mut stage = bed.stage(&conv_plan(&case), &data)?;
-            stage.run(0)?;
-            stage.run(0)?;
-            close(&stage.output(bed, want.len())?, &want, if case.tf32 { 2e-2 } else { 5e-4 })
-        })();
-        match done {
+        match convolution(bed, &case) {
             Ok(()) => println!("        {name}: ok"),
-            Err(why) => return Err(format!("{name}: {why}")),
+            Err(why) => {
+                println!("        {name}: FAILED: {why}");
+                failed.push(name);
+            }
         }
     }
-    Ok(())
+    ensure(failed.is_empty(), || format!("{} of {} failed: {}", failed.len(), conv_cases().len(), failed.join("; ")))
 }
 
 fn no_library(bed: &Bed) -> Outcome {
@@ -871,6 +945,7 @@ mod tests {
             transposed: false,
             last: false,
             tf32: false,
+            half: false,
         };
         let x = tensor(0, &case.x, &[3, 3, 1]);
         let w = tensor(1, &case.weight, &[2, 2, 1]);
@@ -880,5 +955,14 @@ mod tests {
         let x = tensor(0, &case.x, &[2, 2, 1]);
         let got = expected_conv(&case, (&x, &[1.0, 2.0]), (&w, &[10.0, 1.0]), &[0.0]);
         assert_eq!(got, [10.0, 21.0, 2.0]);
+    }
+
+    #[test]
+    fn halves_come_out_as_they_went_in() {
+        let values = [0.0, 1.0, -1.0, 0.00390625, -2.0, 1.75, 65504.0];
+        let packed = pack(&values);
+        assert_eq!((packed.len(), packed[0].to_bits()), (7, 0x3c00_0000));
+        assert_eq!(unpack(&packed, 7), values);
+        assert_eq!(unpack(&[f32::from_bits(0x7c00_0001)], 2), [2f32.powi(-24), f32::INFINITY]);
     }
 }
