@@ -429,6 +429,26 @@ def test_buffers_are_hashed(host: Host) -> None:
     assert host("hash", [fd], fds=[11])["sha256"] == [hashlib.sha256(b"kernelfleet").hexdigest()]
 
 
+def test_secret_sums_tell_one_changed_byte_and_nothing_else(host: Host) -> None:
+    Judged(host, LINEAR)
+    size = (64 << 20) + 13  # more than one read, and no multiple of a word
+    fd = os.memfd_create("x", 0)
+    os.ftruncate(fd, size)
+    os.pwrite(fd, b"kernelfleet", 5)
+
+    def sums() -> list[list[int]]:
+        said: list[list[int]] = host("hash", [fd, fd], fds=[size, 11], secret=True)["sums"]
+        return said
+
+    before = sums()
+    assert before == sums() and len(before[0]) > len(before[1]) == 1
+    os.pwrite(fd, b"!", size - 1)
+    assert sums()[0] != before[0] and sums()[1] == before[1]
+    os.pwrite(fd, b"\0", size - 1)
+    os.pwrite(fd, b"K", 5)
+    assert sums()[0] != before[0] and sums()[1] != before[1]
+
+
 def test_torch_compile_is_measured_with_caches_in_the_working_directory(host: Host, tmp_path: Path) -> None:
     judged = Judged(host, LINEAR)
     judged.draw(1)

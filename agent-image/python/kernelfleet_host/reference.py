@@ -307,6 +307,16 @@ class Reference:
             parts.append((part * self._sum_weights[: part.numel()]).sum())
         return torch.stack(parts).cpu()
 
+    def sums(self, foreign: Foreign) -> list[int]:
+        """Such sums of another process's buffer, taken where it lies; good for comparing two moments of one session."""
+        found: list[int] = []
+        for start in range(0, foreign.size, _WEIGHTS * 64):
+            part = foreign.read(start, min(_WEIGHTS * 64, foreign.size - start))
+            if part.numel() % 8:
+                part = torch.cat([part, part.new_zeros(8 - part.numel() % 8)])
+            found += self._checksum(part).tolist()
+        return found
+
     # ---- running the reference ----
 
     def timer(self) -> CpuTimer | CudaTimer:

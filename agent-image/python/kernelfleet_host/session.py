@@ -228,7 +228,8 @@ class Session:
     def hash(self, request: Message, fds: list[int]) -> Reply:
         """`hash`."""
         device = self.reference.device if self._reference is not None else "cpu"
-        result = []
+        secret = bool(request.get("secret"))
+        result: list[Any] = []
         try:
             sizes = [int(f["bytes"] if isinstance(f, dict) else f) for f in request.get("fds") or []]
             if len(sizes) != len(fds):
@@ -236,6 +237,9 @@ class Session:
             for fd, size in zip(fds, sizes, strict=True):
                 foreign = buffers.adopt(os.dup(fd), size, device)
                 try:
+                    if secret:
+                        result.append(self.reference.sums(foreign))
+                        continue
                     digest = hashlib.sha256()
                     for start in range(0, size, 64 << 20):
                         part = foreign.read(start, min(64 << 20, size - start)).cpu()
@@ -245,7 +249,7 @@ class Session:
                     foreign.close()
         finally:
             close_all(fds)
-        return {"sha256": result}
+        return {"sums" if secret else "sha256": result}
 
 
 def guarded(function: Any) -> Any:

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use super::evidence::Evidence;
 use super::record::Recording;
 use super::run::{RUNNER, Run, limit};
-use super::{Budget, Stop, reason};
+use super::{Budget, Stop, constants, reason};
 use crate::judge::runner::client::{Error as RunnerError, write_constants};
 use crate::judge::session::{Error, MINUTES, Session, secret_seed, task_error};
 use crate::judge::timing;
@@ -137,6 +137,7 @@ pub(super) fn correctness(
     }
     for set in 0..budget.parameter_sets {
         if set > 0 {
+            constants::unchanged(session, recording, run)?;
             session.select(set)?;
             let constants = &recording.constants[set];
             if let Some(fd) = &constants.fd {
@@ -148,6 +149,7 @@ pub(super) fn correctness(
                 written.map_err(|e| run.failure(e))?;
             }
         }
+        constants::note(session, recording, run)?;
         let plain = std::iter::repeat_n(PLAIN, budget.inputs);
         let scaled: &[Transform] = if budget.scaled { &SCALED } else { &SCALED[2..3] };
         for (i, transform) in plain.chain(scaled.iter().copied()).enumerate() {

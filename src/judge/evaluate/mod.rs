@@ -4,6 +4,7 @@
 //! A candidate's failure is a verdict of -1 with the line or launch; a task's is a request error; all else is
 //! a fault of the judge.
 
+mod constants;
 mod correct;
 mod evidence;
 mod images;
@@ -254,6 +255,7 @@ fn steps(
     }
     let start = Instant::now();
     evidence.time("measure", |e| measure::measure(session, &mut run, &budget, e))?;
+    constants::unchanged(session, recording, &mut run)?;
     if !cpu && effort == Effort::Screen {
         evidence.measurement = Some(Measurement::Shared);
         evidence.notes.push("a screening beside other work: for ranking only".into());

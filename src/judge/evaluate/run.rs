@@ -33,6 +33,8 @@ pub(super) struct Run {
     /// Name and line of every node, for messages.
     pub(super) names: Vec<(String, Option<String>)>,
     pub(super) loaded: Loaded,
+    /// Sums of the derived constants before the first run on them, by buffer.
+    pub(super) constants: Vec<(usize, Value)>,
 }
 
 fn names(plan: &Plan) -> Vec<(String, Option<String>)> {
@@ -116,6 +118,7 @@ pub(super) fn load_plan(
         clocks: (0.0, 0.0),
         names: names(plan),
         loaded: Loaded::default(),
+        constants: Vec::new(),
     };
     session.select(0)?;
     let images = images
