@@ -225,7 +225,7 @@ impl Drop for Forked {
     }
 }
 
-fn signal(pid: i32, number: i32) {
+pub(super) fn signal(pid: i32, number: i32) {
     // SAFETY: kill takes plain numbers; a pid that is gone gives an error, which is what we want to ignore.
     unsafe { libc::kill(pid, number) };
 }

@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
@@ -35,9 +35,9 @@ impl Error {
     }
 }
 
-/// The right to use the device: shared (verification, baselines being built) or exclusive (measurement), among
-/// all judges that are given the same one. Who measures waits until nobody else works; who works waits only for
-/// measurements, so that those gather and run in a row instead of emptying the device for each.
+/// The right to use the device, among all judges that are given the same one: exclusive for measurement, shared for
+/// verification. Who measures waits until nobody else works; who works waits for measurements, also for those that
+/// have waited long. A reference host that compiles or checks for seconds is not waited for: it is stopped meanwhile.
 #[derive(Debug, Default)]
 pub struct Slice {
     users: Mutex<Users>,
@@ -48,13 +48,27 @@ pub struct Slice {
 struct Users {
     sharing: usize,
     exclusive: bool,
+    /// Since when the first of those that wait to measure has waited, and how many wait.
+    waiting: Option<(Instant, usize)>,
+    /// Processes that are stopped while somebody measures.
+    pausable: Vec<i32>,
 }
+
+/// After so long a wait for the device, no new work begins before the measurement.
+const PATIENCE: Duration = Duration::from_millis(500);
 
 /// A held slice; given back when dropped.
 #[derive(Debug)]
 pub struct Held<'a> {
     slice: &'a Slice,
     exclusive: bool,
+}
+
+/// A process that is stopped while somebody measures; runs on when dropped.
+#[derive(Debug)]
+pub struct Paused<'a> {
+    slice: &'a Slice,
+    pid: i32,
 }
 
 impl Slice {
@@ -67,24 +81,41 @@ impl Slice {
         self.users.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until nobody measures.
+    /// Waits until nobody measures, nor has waited long to measure.
     pub fn share(&self) -> Held<'_> {
         let mut users = self.users();
-        while users.exclusive {
+        while users.exclusive || users.waiting.is_some_and(|(since, _)| since.elapsed() > PATIENCE) {
             users = self.changed.wait(users).unwrap_or_else(PoisonError::into_inner);
         }
         users.sharing += 1;
         Held { slice: self, exclusive: false }
     }
 
-    /// Waits until nobody else uses the device.
+    /// Waits until nobody else uses the device; then what is `pausable` is stopped.
     pub fn hold(&self) -> Held<'_> {
         let mut users = self.users();
+        let (since, count) = users.waiting.unwrap_or_else(|| (Instant::now(), 0));
+        users.waiting = Some((since, count + 1));
         while users.exclusive || users.sharing > 0 {
             users = self.changed.wait(users).unwrap_or_else(PoisonError::into_inner);
         }
+        users.waiting = users.waiting.and_then(|(since, count)| (count > 1).then_some((since, count - 1)));
         users.exclusive = true;
+        for &pid in &users.pausable {
+            process::signal(pid, libc::SIGSTOP);
+        }
         Held { slice: self, exclusive: true }
+    }
+
+    /// Lets `pid` use the device beside everybody but measurements, for which it is stopped. What it had put on the
+    /// device by then may still run for a moment: who measures looks for an idle device first.
+    pub fn pausable(&self, pid: i32) -> Paused<'_> {
+        let mut users = self.users();
+        while users.exclusive {
+            users = self.changed.wait(users).unwrap_or_else(PoisonError::into_inner);
+        }
+        users.pausable.push(pid);
+        Paused { slice: self, pid }
     }
 }
 
@@ -93,11 +124,24 @@ impl Drop for Held<'_> {
         let mut users = self.slice.users();
         if self.exclusive {
             users.exclusive = false;
+            for &pid in &users.pausable {
+                process::signal(pid, libc::SIGCONT);
+            }
         } else {
             users.sharing = users.sharing.saturating_sub(1);
         }
         drop(users);
         self.slice.changed.notify_all();
+    }
+}
+
+impl Drop for Paused<'_> {
+    fn drop(&mut self) {
+        let mut users = self.slice.users();
+        if let Some(at) = users.pausable.iter().position(|&pid| pid == self.pid) {
+            users.pausable.swap_remove(at);
+        }
+        process::signal(self.pid, libc::SIGCONT);
     }
 }
 
@@ -258,6 +302,8 @@ impl Judge {
         .collect();
         if options.device == Device::Cpu {
             host_env.insert("CUDA_VISIBLE_DEVICES".into(), String::new());
+            let kept = toolchain.cache.join("compiler").display().to_string();
+            host_env.insert("KERNELFLEET_COMPILER_CACHE".into(), kept);
         }
         host_env.insert("OMP_NUM_THREADS".into(), toolchain.threads.to_string());
         let recorder_env: BTreeMap<String, String> =
@@ -291,6 +337,12 @@ impl Judge {
         }))
     }
 
+    /// The device that it judges on.
+    #[must_use]
+    pub const fn device(&self) -> Device {
+        self.options.device
+    }
+
     pub(super) fn fork_recorder(&self) -> Result<Forked, process::Error> {
         let scratch = scratch().map_err(|source| process::Error::Start { role: "recorder".into(), source })?;
         let confinement = confinement::recorder(&self.toolchain, scratch.path());
@@ -312,7 +364,8 @@ impl Judge {
         Ok(forked)
     }
 
-    /// Imports what `torch.compile` needs into the host zygote, once (about 10 s).
+    /// Imports what `torch.compile` needs into the host zygote, so that no host does (2 to 7 s; on the CPU device 10 s
+    /// more the first time on a machine).
     pub fn warm(&self) {
         let mut zygote = self.hosts.lock().unwrap_or_else(PoisonError::into_inner);
         if let Err(error) = zygote.ask(&json!({"op": "warm"}), MINUTES) {
@@ -450,7 +503,7 @@ impl Session {
     /// `Request` when the task can't be run.
     pub fn check(&mut self, seconds: f64) -> Result<Value, Error> {
         let judge = Arc::clone(&self.fixed.judge);
-        let _held = judge.slice.share();
+        let _beside = judge.slice.pausable(self.host.pid);
         let body = json!({"op": "check", "inputs": self.fixed.judge.options.inputs, "seconds": seconds});
         Ok(self.host.ask(&body, &[], MINUTES).map_err(|e| task_error(&self.fixed.task, e))?.body)
     }
@@ -599,5 +652,64 @@ impl Session {
             self.helper = Some(self.fixed.judge.fork_host("helper").map_err(|e| Error::Fault(e.to_string()))?);
         }
         self.helper.as_mut().ok_or_else(|| Error::Fault("no library helper".into()))
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn state(pid: u32) -> char {
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+        stat.rsplit_once(") ").unwrap().1.chars().next().unwrap()
+    }
+
+    fn becomes(pid: u32, wanted: bool) -> bool {
+        (0..200).any(|_| {
+            std::thread::sleep(Duration::from_millis(5));
+            (state(pid) == 'T') == wanted
+        })
+    }
+
+    #[test]
+    fn who_compiles_is_stopped_while_somebody_measures() {
+        let slice = Slice::new();
+        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        let beside = slice.pausable(i32::try_from(child.id()).unwrap());
+        let held = slice.hold();
+        assert!(becomes(child.id(), true));
+        drop(held);
+        assert!(becomes(child.id(), false));
+        let held = slice.hold();
+        drop(beside);
+        assert!(becomes(child.id(), false), "what is no longer pausable runs on");
+        drop(held);
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
+
+    #[test]
+    fn a_measurement_that_has_waited_comes_before_new_work() {
+        let slice = Slice::new();
+        let working = slice.share();
+        let order = Mutex::new(Vec::new());
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let _held = slice.hold();
+                order.lock().unwrap().push("measured");
+            });
+            while slice.users().waiting.is_none_or(|(since, _)| since.elapsed() < PATIENCE) {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            scope.spawn(|| {
+                let _shared = slice.share();
+                order.lock().unwrap().push("worked");
+            });
+            std::thread::sleep(Duration::from_millis(100));
+            assert!(order.lock().unwrap().is_empty());
+            drop(working);
+        });
+        assert_eq!(*order.lock().unwrap(), ["measured", "worked"]);
     }
 }

@@ -211,6 +211,9 @@ fn judge_candidates(
 ) -> Result<Vec<(String, Verdict)>, Failure> {
     let failed = |e: judge::Error| Failure::from(Trouble::from(e));
     let judge = Judge::start(&environment.toolchain, options, Slice::new()).map_err(failed)?;
+    if judge.device() == Device::Cpu {
+        judge.warm();
+    }
     let mut session = judge.open(task).map_err(failed)?;
     let only: Vec<Candidate> = candidates.iter().map(|(_, c)| c.clone()).collect();
     let mut verdicts = Vec::new();
@@ -465,7 +468,7 @@ fn one_job(
     let began = Instant::now();
     let judge =
         Judge::start(&environment.toolchain, options, Slice::new()).map_err(|e| Failure::from(Trouble::from(e)))?;
-    if tasks.len() > 2 {
+    if tasks.len() > 2 || device == Device::Cpu {
         judge.warm();
     }
     let court = Real { judge, modules: environment.python.modules.clone() };

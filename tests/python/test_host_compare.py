@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
 import torch
 from test_host import host, zygote  # noqa: F401  (puts the host's package on the path)
 
@@ -38,3 +41,24 @@ def test_small_rows_beside_large_ones_must_be_right_for_themselves() -> None:
     c[3] *= 1.001
     assert judged((d * scale).float(), r.float(), d * scale)
     assert not judged(c.float(), r.float(), d * scale)
+
+
+@pytest.mark.parametrize("shape", [(7, 130), (3, 5, 40), (2, 3, 4, 5), (50,), (300, 1)])
+def test_quick_sums_are_the_slow_ones(shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(shape, generator=generator)
+    for y in (None, x + 1e-6 * torch.randn(shape, generator=generator), torch.zeros(shape, dtype=torch.float64)):
+        slow, quick = compare.Sums(shape), compare.Sums(shape)
+        where = (slice(0, shape[0]),)
+        slow.add((x.double() if y is None else x.double() - y.double()).abs(), where)
+        assert compare._add_quickly(quick, x, y, where)
+        tolerance = 1e-6 if y is None or y.dtype == torch.float64 else 1e-1
+        for name in ("row_squares", "row_max", "channel_squares", "channel_max"):
+            torch.testing.assert_close(getattr(quick, name), getattr(slow, name), rtol=tolerance, atol=0)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e-30, 1e30])
+def test_quick_sums_leave_what_could_leave_the_type(value: float) -> None:
+    x = torch.ones(4, 100)
+    x[2] = value
+    assert not compare._add_quickly(compare.Sums((4, 100)), x, None, (slice(0, 4),))

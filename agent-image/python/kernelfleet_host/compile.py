@@ -6,6 +6,7 @@ Knows the compiler's settings that a confined child needs. Must not know what th
 from __future__ import annotations
 
 import os
+import signal
 import time
 from typing import Any
 
@@ -19,13 +20,29 @@ _KEY = 1
 
 
 def warm() -> dict[str, Any]:
-    """Imports what the first compile needs; for the zygote, before a fork. Nothing is run."""
+    """Imports what the first compile needs; for the zygote, before a fork. Nothing of a task is run.
+
+    With `KERNELFLEET_COMPILER_CACHE` (the CPU device) it also finds the processor's vector instructions, which the
+    compiler tries by building programs: ten seconds that every fork would spend again, kept in that folder.
+    """
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     start = time.monotonic()
     import torch._dynamo  # noqa: F401
     import torch._inductor.compile_fx  # noqa: F401
 
+    folder = os.environ.get("KERNELFLEET_COMPILER_CACHE")
+    if folder:
+        from torch._inductor import cpu_vec_isa
+
+        reap = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or the compiler's status is lost
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+        try:
+            os.makedirs(folder, exist_ok=True)
+            cpu_vec_isa.pick_vec_isa()
+        finally:
+            del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+            signal.signal(signal.SIGCHLD, reap)
     return {"seconds": time.monotonic() - start}
 
 
@@ -36,8 +53,11 @@ class Compiled:
         self.reference = reference
         self._call: Any = None
         self.seconds = 0.0
+        self._failed: Refused | None = None
 
     def _prepare(self, index: int) -> None:
+        if self._failed is not None:
+            raise self._failed
         reference = self.reference
         cache = os.path.join(os.getcwd(), "compile")
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
@@ -50,6 +70,8 @@ class Compiled:
             import torch._inductor.config as inductor
 
             inductor.compile_threads = 1
+            # Made for this process alone they cost more than they save.
+            inductor.cpp_cache_precompile_headers = False
             dynamo.reset()
             call = torch.compile(reference.ready())
             with torch.no_grad():
@@ -57,7 +79,8 @@ class Compiled:
             reference._sync()
         except BaseException as error:
             text = f"{type(error).__name__}: {error}"
-            raise Refused("compile_failed", f"torch.compile: {text}"[:4000]) from error
+            self._failed = Refused("compile_failed", f"torch.compile: {text}"[:4000])
+            raise self._failed from error
         finally:
             reference._restore_state()
         self.seconds = time.monotonic() - start

@@ -11,6 +11,7 @@ import gc
 import os
 import signal
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -127,6 +128,7 @@ def _child(request: dict[str, Any], fd: int, child_main: ChildMain) -> None:
         os.environ[name] = value
     if request.get("cwd") is not None:
         os.chdir(request["cwd"])
+    tempfile.tempdir = None  # what an import found before the fork is not where a child may write
     threads = max(1, int(request.get("threads") or 1))
     isolation = confine(request["confine"], SOCKET)
     child_main(Channel.from_fd(SOCKET), Start(isolation, threads, str(request.get("role") or "")))

@@ -55,6 +55,8 @@ struct Budget {
     block: usize,
     seconds: f64,
     width: f64,
+    /// Timed sets are compared too, by chance.
+    compare: bool,
     compile: bool,
 }
 
@@ -65,13 +67,14 @@ impl Budget {
         let cpu = options.device == Device::Cpu;
         match effort {
             Effort::Screen => Self {
-                inputs: 2,
+                inputs: if cpu { 2 } else { 1 },
                 parameter_sets: 1,
                 scaled: false,
                 blocks: if cpu { 2 } else { 1 },
                 block: if cpu { 4 } else { 10 },
                 seconds: 1.5,
                 width: 0.02,
+                compare: cpu,
                 compile: false,
             },
             Effort::Final => Self {
@@ -82,6 +85,7 @@ impl Budget {
                 block: if cpu { 4 } else { 10 },
                 seconds: options.measure_seconds.unwrap_or(if cpu { 10.0 } else { 4.0 }),
                 width: 0.01,
+                compare: true,
                 compile: options.compile,
             },
         }
@@ -245,13 +249,15 @@ fn steps(
     let mut held = if cpu { judge.slice.hold() } else { judge.slice.share() };
     let mut run = evidence.time("load", |e| run::load_plan(session, recording, images, e))?;
     evidence.time("correct", |e| correct::correctness(session, recording, &mut run, &budget, e))?;
-    if budget.compile && !cpu && session.baseline.is_none() {
-        evidence.time("compile", |_| measure::prepare_compile(session))?;
-    }
     // A screening only ranks a sweep; it does not empty the device for that.
     if !cpu && effort == Effort::Final {
         drop(held);
+        if budget.compile && session.baseline.is_none() {
+            let _beside = judge.slice.pausable(session.host.pid);
+            evidence.time("compile", |_| measure::prepare_compile(session))?;
+        }
         held = evidence.time("wait", |_| judge.slice.hold());
+        evidence.time("wait", |e| measure::settle(&mut run, e))?;
     }
     let start = Instant::now();
     evidence.time("measure", |e| measure::measure(session, &mut run, &budget, e))?;
