@@ -6,6 +6,7 @@ use std::process::ExitCode;
 use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
 use kernelfleet::judge::{self, runner};
 use kernelfleet::local::commands::{self, Failure, Output};
+use kernelfleet::sandbox;
 use kernelfleet::task::init::Request;
 
 /// Language-model agents write CUDA kernels; every attempt is measured honestly.
@@ -254,6 +255,7 @@ fn inner_role() -> Option<ExitCode> {
     let serve: fn(judge::wire::Channel) -> ! = match command.as_str() {
         runner::CPU_COMMAND => runner::cpu::serve,
         runner::CUDA_COMMAND => runner::cuda::serve,
+        sandbox::client::COMMAND => return Some(sandbox::keeper::main()),
         runner::cuda::facts::COMMAND => return Some(runner::cuda::facts::main()),
         runner::cuda::selftest::COMMAND => {
             return Some(runner::cuda::selftest::main(arguments.get(1..).unwrap_or_default()));

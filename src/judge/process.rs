@@ -5,8 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::os::unix::process::CommandExt;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -14,6 +13,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use super::wire::{self, Channel, Frame};
+pub use crate::sandbox::descriptor_three;
 use crate::sandbox::{self, Confinement};
 
 /// What a child answered, when it answered no.
@@ -84,18 +84,6 @@ fn ask(
     let text = |key: &str| frame.body[key].as_str().unwrap_or_default().to_owned();
     let code = if frame.body["code"].is_string() { text("code") } else { "malformed".to_owned() };
     Err(Refused { code, message: text("message"), body: frame.body.clone() }.into())
-}
-
-/// Gives a command its end of a socket as descriptor 3.
-pub fn descriptor_three(command: &mut Command, end: OwnedFd) {
-    // SAFETY: the closure only calls dup2 and fcntl, which are async-signal-safe, on descriptors it owns.
-    unsafe {
-        command.pre_exec(move || {
-            let fd = end.as_raw_fd();
-            let done = if fd == 3 { libc::fcntl(3, libc::F_SETFD, 0) } else { libc::dup2(fd, 3) };
-            if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
-        });
-    }
 }
 
 impl Zygote {

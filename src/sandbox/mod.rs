@@ -3,8 +3,21 @@
 //! Knows how a process gives up its rights for good. Must not know what runs in it. The order in the child:
 //! new session, death with its parent, limits, user, no new privileges, Landlock, seccomp; after the last step
 //! only the program itself runs. Everything that needs memory is made before the fork.
+//!
+//! The agent's sandbox is built on it: `client` (in the agent), `keeper` (starts and ends episodes), `episode` (the
+//! confined server: `jobs`, `files`, `export`). `docs/sandbox.md` says what holds by what.
 
+pub mod client;
+mod cut;
+mod episode;
+mod export;
+mod files;
+mod jobs;
+pub mod keeper;
+mod root;
 pub mod seccomp;
+mod tree;
+mod wire;
 pub mod workspace;
 
 use std::collections::{BTreeMap, HashSet};
@@ -160,6 +173,7 @@ impl Confinement {
         })
     }
 
+    /// The rules on files; `None` where the kernel has none.
     fn ruleset(&self) -> io::Result<Option<OwnedFd>> {
         let other = |e: landlock::RulesetError| io::Error::other(e.to_string());
         if Probe::here().landlock == 0 {
@@ -195,7 +209,23 @@ impl Confinement {
         if let Some(cwd) = &self.cwd {
             command.current_dir(cwd);
         }
-        let ruleset = self.ruleset()?;
+        let prepared = self.prepared()?;
+        // SAFETY: the closure makes system calls only, on memory made before the fork.
+        unsafe {
+            command.pre_exec(move || prepared.confine_self());
+        }
+        Ok(())
+    }
+
+    /// Confines the process that calls, which must have one thread and lead no session.
+    ///
+    /// # Errors
+    /// When a step fails; some may have been taken then, so the process must end.
+    pub fn apply_here(&self) -> io::Result<()> {
+        self.prepared()?.confine_self()
+    }
+
+    fn prepared(&self) -> io::Result<Prepared> {
         let limits: Vec<(libc::__rlimit_resource_t, u64)> = [
             (libc::RLIMIT_AS, self.limits.address_space),
             (libc::RLIMIT_DATA, self.limits.data),
@@ -208,7 +238,6 @@ impl Confinement {
         .into_iter()
         .filter_map(|(what, value)| Some((what, value?)))
         .collect();
-        let user = self.user;
         // The kernel copies the program; its memory must be aligned as `sock_filter` is.
         let program: Vec<u64> = self
             .seccomp
@@ -217,12 +246,33 @@ impl Confinement {
             .chunks_exact(8)
             .map(|c| u64::from_ne_bytes([c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7]]))
             .collect();
-        let child = move || confine_self(&limits, user, ruleset.as_ref(), &program);
-        // SAFETY: the closure makes system calls only, on memory made before the fork.
-        unsafe {
-            command.pre_exec(child);
-        }
-        Ok(())
+        Ok(Prepared { limits, user: self.user, ruleset: self.ruleset()?, program })
+    }
+}
+
+/// A confinement whose memory is made: what is left is system calls.
+struct Prepared {
+    limits: Vec<(libc::__rlimit_resource_t, u64)>,
+    user: Option<(u32, u32)>,
+    ruleset: Option<OwnedFd>,
+    program: Vec<u64>,
+}
+
+impl Prepared {
+    fn confine_self(&self) -> io::Result<()> {
+        confine_self(&self.limits, self.user, self.ruleset.as_ref(), &self.program)
+    }
+}
+
+/// Gives a command its end of a socket as descriptor 3.
+pub fn descriptor_three(command: &mut Command, end: OwnedFd) {
+    // SAFETY: the closure only calls dup2 and fcntl, which are async-signal-safe, on descriptors it owns.
+    unsafe {
+        command.pre_exec(move || {
+            let fd = end.as_raw_fd();
+            let done = if fd == 3 { libc::fcntl(3, libc::F_SETFD, 0) } else { libc::dup2(fd, 3) };
+            if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+        });
     }
 }
 
@@ -236,17 +286,25 @@ fn drop_capabilities() -> io::Result<()> {
     const VERSION: u32 = 0x2008_0522;
     let header = [VERSION, 0];
     let none = [0u32; 6];
-    // SAFETY: system calls on plain numbers and on two arrays of the sizes that version 3 has.
+    drop_bounding()?;
+    // SAFETY: a system call on two arrays of the sizes that version 3 has.
     unsafe {
-        // The bounding set first: an exec would give root all that is in it.
+        if libc::syscall(libc::SYS_capset, header.as_ptr(), none.as_ptr()) < 0 {
+            return Err(io::Error::last_os_error());
+        }
+    }
+    Ok(())
+}
+
+/// Empties the bounding set: an exec would give root all that is in it.
+fn drop_bounding() -> io::Result<()> {
+    // SAFETY: system calls on plain numbers.
+    unsafe {
         for capability in 0..64 {
             if libc::prctl(libc::PR_CAPBSET_READ, capability, 0, 0, 0) < 0 {
                 break;
             }
             checked(libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0))?;
-        }
-        if libc::syscall(libc::SYS_capset, header.as_ptr(), none.as_ptr()) < 0 {
-            return Err(io::Error::last_os_error());
         }
     }
     Ok(())

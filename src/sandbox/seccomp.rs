@@ -127,6 +127,8 @@ struct Role {
     programs: bool,
     /// May open local sockets; others it never may.
     unix: bool,
+    /// Runs whatever an agent thinks of: no memory that is in no process and in no folder, and no limits of others.
+    anything: bool,
 }
 
 fn instruction(code: u16, jt: u8, jf: u8, k: u32) -> sock_filter {
@@ -192,6 +194,21 @@ fn program(role: Role) -> Vec<sock_filter> {
             instruction(RET_K, 0, 0, ALLOW),
         ]);
     }
+    if role.anything {
+        for call in [libc::SYS_memfd_create, libc::SYS_memfd_secret] {
+            refuse(&mut program, call, libc::ENOSYS);
+        }
+        // Limits of the caller itself, and pairs of local sockets.
+        for (call, argument) in [(libc::SYS_prlimit64, 0), (libc::SYS_socketpair, libc::AF_UNIX)] {
+            program.extend([
+                instruction(JEQ_K, 0, 4, number(call)),
+                instruction(LD_W_ABS, 0, 0, ARG0),
+                instruction(JEQ_K, 1, 0, number(c_long::from(argument))),
+                instruction(RET_K, 0, 0, ERRNO | number(c_long::from(libc::EPERM))),
+                instruction(RET_K, 0, 0, ALLOW),
+            ]);
+        }
+    }
     // Sockets: local ones or none, and pairs.
     let family = if role.unix { number(c_long::from(libc::AF_UNIX)) } else { u32::MAX };
     program.extend([
@@ -208,32 +225,38 @@ fn program(role: Role) -> Vec<sock_filter> {
 /// A recording of a candidate: Python, no processes, no sockets.
 #[must_use]
 pub fn recorder() -> Vec<u8> {
-    bytes(&program(Role { processes: false, programs: false, unix: false }))
+    bytes(&program(Role { processes: false, programs: false, unix: false, anything: false }))
 }
 
 /// A compiler on hostile sources.
 #[must_use]
 pub fn builder() -> Vec<u8> {
-    bytes(&program(Role { processes: true, programs: true, unix: false }))
+    bytes(&program(Role { processes: true, programs: true, unix: false, anything: false }))
 }
 
 /// A candidate's library on the CPU: threads, no processes, no sockets. The runner forbids programs itself, with
 /// `forbid_programs`, before it loads the library.
 #[must_use]
 pub fn runner_cpu() -> Vec<u8> {
-    bytes(&program(Role { processes: false, programs: true, unix: false }))
+    bytes(&program(Role { processes: false, programs: true, unix: false, anything: false }))
 }
 
 /// The GPU runner: the driver may open local sockets.
 #[must_use]
 pub fn runner_cuda() -> Vec<u8> {
-    bytes(&program(Role { processes: false, programs: true, unix: true }))
+    bytes(&program(Role { processes: false, programs: true, unix: true, anything: false }))
 }
 
 /// A reference host: it compiles, so it starts processes.
 #[must_use]
 pub fn host() -> Vec<u8> {
-    bytes(&program(Role { processes: true, programs: true, unix: true }))
+    bytes(&program(Role { processes: true, programs: true, unix: true, anything: false }))
+}
+
+/// An agent's commands: shells, compilers, interpreters, and the server that starts them.
+#[must_use]
+pub fn sandbox() -> Vec<u8> {
+    bytes(&program(Role { processes: true, programs: true, unix: true, anything: true }))
 }
 
 /// Takes from this process, all its threads included, the right to start programs, and from others of its user
@@ -309,12 +332,13 @@ mod tests {
         }
     }
 
-    const ROLES: [Role; 5] = [
-        Role { processes: false, programs: false, unix: false },
-        Role { processes: false, programs: true, unix: false },
-        Role { processes: false, programs: true, unix: true },
-        Role { processes: true, programs: true, unix: false },
-        Role { processes: true, programs: true, unix: true },
+    const ROLES: [Role; 6] = [
+        Role { processes: false, programs: false, unix: false, anything: false },
+        Role { processes: false, programs: true, unix: false, anything: false },
+        Role { processes: false, programs: true, unix: true, anything: false },
+        Role { processes: true, programs: true, unix: false, anything: false },
+        Role { processes: true, programs: true, unix: true, anything: false },
+        Role { processes: true, programs: true, unix: true, anything: true },
     ];
 
     fn call(role: Role, nr: c_long, arg0: i32) -> u32 {
@@ -375,5 +399,16 @@ mod tests {
             }
             assert_eq!(call(role, libc::SYS_socketpair, libc::AF_UNIX), ALLOW);
         }
+    }
+
+    #[test]
+    fn an_agents_commands_hold_no_hidden_memory_and_change_no_limits_of_others() {
+        let role = ROLES[5];
+        assert_eq!(call(role, libc::SYS_memfd_create, 0), refused(libc::ENOSYS));
+        assert_eq!(call(role, libc::SYS_memfd_secret, 0), refused(libc::ENOSYS));
+        assert_eq!(call(role, libc::SYS_prlimit64, 0), ALLOW);
+        assert_eq!(call(role, libc::SYS_prlimit64, 1), refused(libc::EPERM));
+        assert_eq!(call(role, libc::SYS_socketpair, libc::AF_INET), refused(libc::EPERM));
+        assert_eq!(call(ROLES[4], libc::SYS_memfd_create, 0), ALLOW);
     }
 }
