@@ -102,7 +102,18 @@ def selftest(evidence: dict[str, Any]) -> list[str]:
     ]
 
 
-WRITERS = {"policy": policy, "smoke": smoke, "selftest": selftest}
+def library(evidence: dict[str, Any]) -> list[str]:
+    """Library calls against eager."""
+    text = ["## Convolutions by the library, against eager", "", about(evidence), ""]
+    text += ["| case | candidate over eager | candidate us | reason |", "|---|---|---|---|"]
+    for row in evidence["result"]["rows"]:
+        time = ((row["time_us"] or {}).get("candidate") or {}).get("median")
+        reason = f"{row['reason']['code']}: {row['reason']['message'][:90]}" if row["reason"] else ""
+        text.append(f"| {row['case']} | {cell(row['over_eager'])} | {f'{time:.1f}' if time else '-'} | {reason} |")
+    return text
+
+
+WRITERS = {"policy": policy, "smoke": smoke, "selftest": selftest, "library": library}
 
 
 def report() -> str:

@@ -7,6 +7,7 @@ goes on where it was: `kernelfleet run` keeps what is done in its results folder
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import os
@@ -16,10 +17,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+from library import CASES
+
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = os.environ.get("KERNELFLEET", str(ROOT / "target/release/kernelfleet"))
 WORK = ROOT / "results/gpu"
 SECONDS = 520
+# No further case of the library stage is begun after so many seconds.
+LIBRARY_SECONDS = 160
+# Candidate over eager is near 1 within 5 %.
+NEAR = math.log(1.05)
+OVER = {"median": "median", "low": "high", "high": "low"}
 
 
 def command(arguments: list[str], seconds: float = SECONDS) -> tuple[int, str, str, float]:
@@ -252,7 +260,40 @@ def batch(tasks: Path) -> dict[str, Any]:
     return {"rows": rows}
 
 
-STAGES = {"smoke": smoke, "check": check, "policy": policy, "repeat": repeat, "batch": batch}
+def library(tasks: Path) -> dict[str, Any]:
+    """The library's convolutions against eager's, one a row; what this very program has done is not done again."""
+    program = hashlib.sha256(Path(PROGRAM).read_bytes()).hexdigest()
+    start, rows = time.monotonic(), []
+    for case in CASES:
+        task, candidate = case.write(WORK / "library")
+        kept = task.with_name("row.json")
+        row = json.loads(kept.read_text()) if kept.exists() else {}
+        if row.get("program") != program or not row["over_eager"]:
+            if time.monotonic() - start > LIBRARY_SECONDS:
+                print(case.name, "left for the next run", flush=True)
+                continue
+            arguments = ["judge", "--task", str(task), "--candidate", str(candidate), "--inputs", "2"]
+            status, out, err, seconds = command([*arguments, "--device", "cuda", "-o", "json"], 75)
+            verdict = json.loads(out) if out.strip().startswith("{") else {}
+            eager = (verdict.get("speedup") or {}).get("eager")
+            row = {
+                "case": case.name,
+                "program": program,
+                "status": status,
+                "seconds": round(seconds, 1),
+                # The interval of candidate over eager, of which the speedup is the inverse.
+                "over_eager": {k: 1 / eager[v] for k, v in OVER.items()} if eager else None,
+                **{key: verdict.get(key) for key in ("reward", "reason", "time_us", "phases_seconds")},
+                "stderr": err[-3000:],
+            }
+            kept.write_text(json.dumps(row, indent=1) + "\n")
+        rows.append(row)
+        print(case.name, row["status"], row["over_eager"], row["reason"], row["stderr"][-500:], flush=True)
+    far = [row["case"] for row in rows if not row["over_eager"] or abs(math.log(row["over_eager"]["median"])) > NEAR]
+    return {"rows": rows, "left": len(CASES) - len(rows), "not_near_1": far}
+
+
+STAGES = {"smoke": smoke, "check": check, "policy": policy, "repeat": repeat, "batch": batch, "library": library}
 
 
 def main() -> int:
