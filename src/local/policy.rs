@@ -1,13 +1,13 @@
 //! The built-in policy as a run sees it: what it proposes, swept a batch at a time.
 //!
-//! Knows the order of a sweep: the defaults alone (if they are wrong, so are other block sizes), every other value
-//! of each parameter, then the best values together. Must not know how kernels are written.
+//! Knows the order of a sweep: the defaults of every form (if they are wrong, so are other block sizes), every other
+//! value of each parameter of the fastest form, then the best values together. Must not know how kernels are written.
 
 use std::collections::BTreeMap;
 
 use super::environment::Environment;
 use super::run::{Episode, Policy};
-use crate::agent::builtin::{Facts, Proposal, Variant, propose};
+use crate::agent::builtin::{Facts, Form, Variant, propose};
 use crate::judge::{Candidate, Device, TaskSource, Verdict};
 use crate::task::graph::Graph;
 
@@ -33,7 +33,7 @@ impl Builtin {
 impl Policy for Builtin {
     fn begin(&self, task: &TaskSource, graph: &Graph) -> Result<Box<dyn Episode>, String> {
         let proposal = propose(task, graph, self.device, &self.facts).map_err(|declined| declined.to_string())?;
-        Ok(Box::new(Sweep { proposal, stage: Stage::Defaults, batch: Vec::new(), base: None, best: BTreeMap::new() }))
+        Ok(Box::new(Sweep::new(proposal.forms)))
     }
 }
 
@@ -46,54 +46,64 @@ enum Stage {
 }
 
 struct Sweep {
-    proposal: Proposal,
+    forms: Vec<Form>,
     stage: Stage,
-    batch: Vec<Variant>,
-    /// Time of the defaults, microseconds.
-    base: Option<f64>,
+    /// What is being judged, and of which form each is.
+    batch: Vec<(usize, Variant)>,
+    /// The fastest form and the time of its defaults, microseconds.
+    base: Option<(usize, f64)>,
     /// Best value of each parameter that beats the defaults, with its time.
     best: BTreeMap<String, (i64, f64)>,
 }
 
+impl Sweep {
+    const fn new(forms: Vec<Form>) -> Self {
+        Self { forms, stage: Stage::Defaults, batch: Vec::new(), base: None, best: BTreeMap::new() }
+    }
+}
+
 impl Episode for Sweep {
     fn next(&mut self) -> Vec<(Candidate, String)> {
-        self.batch = match self.stage {
-            Stage::Defaults => {
+        self.batch = match (self.stage, self.base) {
+            (Stage::Defaults, _) => {
                 self.stage = Stage::Others;
-                self.proposal.candidates.iter().take(1).cloned().collect()
+                self.forms.iter().map(|form| form.variant(&BTreeMap::new())).enumerate().collect()
             }
-            Stage::Others if self.base.is_some() && self.proposal.candidates.len() > 1 => {
+            (Stage::Others, Some((fastest, _))) => {
                 self.stage = Stage::Together;
-                self.proposal.candidates.iter().skip(1).cloned().collect()
+                self.forms[fastest].candidates().into_iter().skip(1).map(|variant| (fastest, variant)).collect()
             }
-            Stage::Together if self.best.len() > 1 => {
+            (Stage::Together, Some((fastest, _))) if self.best.len() > 1 => {
                 self.stage = Stage::End;
                 let chosen = self.best.iter().map(|(name, (value, _))| (name.clone(), *value)).collect();
-                vec![self.proposal.variant(&chosen)]
+                vec![(fastest, self.forms[fastest].variant(&chosen))]
             }
             _ => Vec::new(),
         };
-        let covered = self.proposal.covered.join(", ");
-        let idea = |variant: &Variant| {
-            if variant.parameters == "defaults" {
-                covered.clone()
-            } else {
-                format!("{covered} ({})", variant.parameters)
+        let idea = |form: &Form, variant: &Variant| {
+            let mut words = form.covered.join(", ");
+            let parameters = Some(variant.parameters.as_str()).filter(|&text| text != "defaults");
+            let details: Vec<&str> = form.layout.into_iter().chain(parameters).collect();
+            if !details.is_empty() {
+                words.push_str(&format!(" ({})", details.join(", ")));
             }
+            words
         };
-        self.batch.iter().map(|v| (Candidate { files: v.files.clone() }, idea(v))).collect()
+        self.batch.iter().map(|(form, v)| (Candidate { files: v.files.clone() }, idea(&self.forms[*form], v))).collect()
     }
 
     fn learn(&mut self, index: usize, verdict: &Verdict) {
         let Some(time) = verdict.time_us.candidate.filter(|_| verdict.correct).map(|i| i.median) else { return };
-        let Some(variant) = self.batch.get(index) else { return };
+        let Some((form, variant)) = self.batch.get(index) else { return };
         if self.stage == Stage::Others {
-            self.base = Some(time);
+            if self.base.is_none_or(|(_, known)| time < known) {
+                self.base = Some((*form, time));
+            }
             return;
         }
         let Some((name, value)) = variant.parameters.split_once('=') else { return };
         let Ok(value) = value.parse::<i64>() else { return };
-        let beats = self.base.is_some_and(|base| time < base * BETTER);
+        let beats = self.base.is_some_and(|(_, base)| time < base * BETTER);
         if beats && self.best.get(name).is_none_or(|(_, known)| time < *known) {
             self.best.insert(name.to_owned(), (value, time));
         }
@@ -119,8 +129,8 @@ mod tests {
         let source = "import torch\nfrom torch import nn\n\n\nclass Model(nn.Module):\n    def forward(self, x):\n        return torch.softmax(x, 1)\n";
         let task = TaskSource { name: "t".into(), path: "t.py".into(), source: source.into() };
         let proposal = crate::agent::builtin::propose(&task, &graph, Device::Cuda, &Facts::default()).unwrap();
-        assert!(proposal.candidates.len() > 2, "there is something to sweep");
-        Sweep { proposal, stage: Stage::Defaults, batch: vec![], base: None, best: BTreeMap::new() }
+        assert!(proposal.forms[0].candidates().len() > 2, "there is something to sweep");
+        Sweep::new(proposal.forms)
     }
 
     fn verdict(time: Option<f64>) -> Verdict {
@@ -156,6 +166,21 @@ mod tests {
         assert_eq!(sweep.next().len(), 1);
         sweep.learn(0, &verdict(None));
         assert!(sweep.next().is_empty());
+    }
+
+    #[test]
+    fn every_form_is_tried_and_the_fastest_is_swept() {
+        for (times, fastest) in [([Some(10.0), Some(8.0)], 1), ([Some(8.0), Some(10.0)], 0), ([None, Some(10.0)], 1)] {
+            let mut sweep = sweep();
+            let other = sweep.forms[0].clone();
+            sweep.forms.push(other);
+            assert_eq!(sweep.next().len(), 2);
+            for (index, time) in times.into_iter().enumerate() {
+                sweep.learn(index, &verdict(time));
+            }
+            assert!(!sweep.next().is_empty());
+            assert!(sweep.batch.iter().all(|(form, _)| *form == fastest));
+        }
     }
 
     #[test]

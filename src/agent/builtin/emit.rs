@@ -129,6 +129,8 @@ pub struct Writer<'a> {
     pub merged: HashSet<VarId>,
     /// All address expressions, for merging.
     pub accesses: Vec<Ix>,
+    /// What is read from memory and where, and whether in a window.
+    pub loads: Vec<(Vid, Ix, bool)>,
     /// Results of folds of this kernel, valid at these coordinates (folded dimensions aside).
     pub results: HashMap<(Vid, usize), Text>,
     pub place: HashMap<Vid, Vec<Ix>>,
@@ -156,6 +158,7 @@ impl<'a> Writer<'a> {
             vector: 1,
             merged: HashSet::new(),
             accesses: vec![],
+            loads: vec![],
             results: HashMap::new(),
             place: HashMap::new(),
             cache: None,
@@ -268,7 +271,7 @@ impl<'a> Writer<'a> {
                 ix = ix.plus(&at[d].times(strides[d]));
             }
         }
-        ix
+        self.vars.whole(&ix)
     }
 
     fn convert(&self, text: String, dtype: Dtype) -> String {
@@ -288,6 +291,7 @@ impl<'a> Writer<'a> {
         let name = self.buffers[&vid].name.clone();
         let ix = self.address(vid, at);
         self.access(&ix);
+        self.loads.push((vid, ix.clone(), self.scopes.len() > 3));
         if self.aligned(&ix) {
             let array = self.fresh("v");
             self.define(&ix);
@@ -303,6 +307,11 @@ impl<'a> Writer<'a> {
         let text = self.fresh("t");
         self.push(level, format!("const {} {text} = {value};", ty(dtype).name()));
         Text { text, level, ty: ty(dtype) }
+    }
+
+    /// Tells where a value is already.
+    pub fn hold(&mut self, vid: Vid, at: &[Ix], text: Text) {
+        self.known[text.level].insert((vid, at.to_vec()), text);
     }
 
     /// A value at coordinates.
@@ -405,7 +414,7 @@ impl<'a> Writer<'a> {
                 self.push(level, format!("const {} {name} = {text};", out.name()));
                 Ok(Text { text: name, level, ty: out })
             }
-            Def::Pool { arg, fold, window } => self.pool(arg, fold, &window, at),
+            Def::Pool { arg, fold, window, dims } => self.pool(arg, fold, &window, &dims, at),
             Def::Cat(parts, dim) => self.concatenation(&parts, dim, at, ty(dtype)),
             Def::Gather { source, index, dim } => {
                 let picked = self.value(index, at)?;
@@ -432,9 +441,15 @@ impl<'a> Writer<'a> {
         self.scopes.pop().unwrap_or_default()
     }
 
-    fn pool(&mut self, arg: Vid, fold: Fold, window: &super::ir::Window, at: &[Ix]) -> Result<Text, String> {
+    fn pool(
+        &mut self,
+        arg: Vid,
+        fold: Fold,
+        window: &super::ir::Window,
+        dims: &[usize],
+        at: &[Ix],
+    ) -> Result<Text, String> {
         let shape = self.ir.shape(arg).to_vec();
-        let first = shape.len() - window.size.len();
         let result = self.fresh("p");
         let start = accumulators(fold)[0].1;
         let parent = self.scopes.len() - 1;
@@ -442,8 +457,7 @@ impl<'a> Writer<'a> {
         let mut inner = at.to_vec();
         let mut loops = vec![];
         let mut guards = vec![];
-        for (k, &size) in window.size.iter().enumerate() {
-            let d = first + k;
+        for (k, (&size, &d)) in window.size.iter().zip(dims).enumerate() {
             let mut ix = at[d].times(window.stride[k]).offset(-window.padding[k]);
             if size > 1 {
                 let name = self.fresh("w");

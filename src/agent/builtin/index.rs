@@ -106,6 +106,32 @@ impl Vars {
         ix.terms.keys().map(|&var| self.list[var].level).max().unwrap_or(0)
     }
 
+    /// Sets the depth of loop variables anew, and with it that of everything that is worked out from them.
+    pub fn relevel(&mut self, levels: &dyn Fn(VarId) -> Option<usize>) {
+        for var in 0..self.list.len() {
+            let level = match &self.list[var].kind {
+                VarKind::Quotient(inner, _) | VarKind::Remainder(inner, _) => Some(self.level(inner)),
+                VarKind::Loop | VarKind::Loaded => levels(var),
+            };
+            if let Some(level) = level {
+                self.list[var].level = level;
+            }
+        }
+    }
+
+    /// Whether a value depends on one of these loop variables.
+    pub fn depends(&self, ix: &Ix, on: &[VarId]) -> bool {
+        ix.terms.keys().any(|&var| {
+            on.contains(&var)
+                || match &self.list[var].kind {
+                    VarKind::Quotient(inner, _) | VarKind::Remainder(inner, _) => self.depends(inner, on),
+                    // What was loaded may come from anywhere.
+                    VarKind::Loaded => true,
+                    VarKind::Loop => false,
+                }
+        })
+    }
+
     /// Quotient and remainder by `divisor` of a value that is known not to be negative.
     pub fn divide(&mut self, ix: &Ix, divisor: i64) -> (Ix, Ix) {
         if divisor == 1 {
@@ -143,6 +169,20 @@ impl Vars {
         (Ix::var(q), Ix::var(r))
     }
 
+    /// The same value, where a quotient and the remainder of one division belong together again.
+    pub fn whole(&self, ix: &Ix) -> Ix {
+        let mut ix = ix.clone();
+        loop {
+            let found = self.divisions.iter().find_map(|((terms, constant, divisor), (q, r))| {
+                let factor = ix.coefficient(*r);
+                (factor != 0 && ix.coefficient(*q) == factor * divisor)
+                    .then(|| (*q, *r, factor, Ix { constant: *constant, terms: terms.iter().copied().collect() }))
+            });
+            let Some((q, r, factor, inner)) = found else { return ix };
+            ix = ix.without(q).without(r).plus(&inner.times(factor));
+        }
+    }
+
     /// Coordinates in `to` of the element that has coordinates `at` in `from` (row-major reinterpretation).
     pub fn reshape(&mut self, at: &[Ix], from: &[i64], to: &[i64]) -> Vec<Ix> {
         let mut result = vec![Ix::default(); to.len()];
@@ -173,6 +213,7 @@ impl Vars {
             for d in first_i..i {
                 linear = linear.times(from[d]).plus(&at[d]);
             }
+            let mut linear = self.whole(&linear);
             for d in (first_k..k).rev() {
                 if to[d] == 1 {
                     continue;
@@ -217,6 +258,16 @@ mod tests {
         assert_eq!(merged, [Ix::var(n).times(16).plus(&Ix::var(c))]);
         assert_eq!(vars.reshape(&merged, &[128], &[8, 16]), [Ix::var(n), Ix::var(c)]);
         assert_eq!(vars.reshape(&merged, &[128], &[8, 4, 4]).len(), 3);
+    }
+
+    #[test]
+    fn a_division_that_is_undone_leaves_nothing_behind() {
+        let mut vars = Vars::default();
+        let (c, h) = (vars.add("c", 16, 0, VarKind::Loop), vars.add("h", 10, 0, VarKind::Loop));
+        // Groups of 4 channels with all that is in them, and back.
+        let grouped = vars.reshape(&[Ix::var(c), Ix::var(h)], &[16, 10], &[4, 40]);
+        assert_ne!(grouped[0], Ix::var(c));
+        assert_eq!(vars.reshape(&grouped, &[4, 40], &[16, 10]), [Ix::var(c), Ix::var(h)]);
     }
 
     #[test]

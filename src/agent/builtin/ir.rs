@@ -51,7 +51,7 @@ pub enum View {
     Flip(Vec<usize>),
 }
 
-/// Window of a pooling operator; one entry for each of the last dimensions.
+/// Window of a pooling operator; one entry for each dimension that it slides along.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Window {
     pub size: Vec<i64>,
@@ -80,6 +80,8 @@ pub struct Conv {
     pub output_padding: Vec<i64>,
     pub groups: i64,
     pub transposed: bool,
+    /// Operand and result have their channels last: `(N, .., C)`; the weight is as ever.
+    pub channels_last: bool,
 }
 
 /// A number with the equality of its bits.
@@ -118,11 +120,12 @@ pub enum Def {
         dims: Vec<usize>,
     },
     Result(Vid, usize),
-    /// Maximum or sum over windows of the last dimensions (`average` divides outside).
+    /// Maximum or sum over windows along `dims` (`average` divides outside).
     Pool {
         arg: Vid,
         fold: Fold,
         window: Window,
+        dims: Vec<usize>,
     },
     /// Running sum or product along a dimension.
     Scan {
@@ -216,6 +219,28 @@ impl Ir {
         }
         let dtype = self.vals[vid].dtype;
         self.add(Def::View(source, View::Reshape), shape, dtype)
+    }
+
+    /// A view with its dimensions in another order.
+    pub fn permute(&mut self, x: Vid, order: Vec<usize>) -> Vid {
+        if order.iter().enumerate().all(|(i, &d)| i == d) {
+            return x;
+        }
+        // A permutation of a permutation is one permutation.
+        let (source, order) = match self.def(x) {
+            Def::View(inner, View::Permute(first)) => (*inner, order.iter().map(|&d| first[d]).collect()),
+            _ => (x, order),
+        };
+        if order.iter().enumerate().all(|(i, &d)| i == d) {
+            return source;
+        }
+        let shape: Vec<i64> = order.iter().map(|&d| self.shape(source)[d]).collect();
+        // Where only dimensions of size one move, it is a reshape.
+        if order.iter().copied().filter(|&d| self.shape(source)[d] != 1).is_sorted() {
+            return self.reshape(source, shape);
+        }
+        let dtype = self.vals[x].dtype;
+        self.add(Def::View(source, View::Permute(order)), shape, dtype)
     }
 
     /// Broadcasts to `shape` by PyTorch's rules.

@@ -50,6 +50,8 @@ pub enum Walk {
     Columns,
     /// Few long rows: partial results by many blocks, joined by a second kernel.
     Split(i64),
+    /// Few columns: the folded dimension is shared out to the threads of a block and to so many blocks.
+    Bands(i64),
 }
 
 /// What a kernel computes.
@@ -115,7 +117,7 @@ fn indent(lines: &[String], by: usize) -> String {
 }
 
 /// Whether lines use the element's own index.
-fn names_e(lines: &[String]) -> bool {
+pub(super) fn names_e(lines: &[String]) -> bool {
     lines.iter().any(|line| line.split(|c: char| !c.is_alphanumeric() && c != '_').any(|word| word == "e"))
 }
 
@@ -139,7 +141,7 @@ pub fn refine(a: &[i64], b: &[i64]) -> Option<Vec<i64>> {
 }
 
 /// Variables that can be one, because every address uses them as one.
-fn merge_groups(vars: &[VarId], sizes: &dyn Fn(VarId) -> i64, accesses: &[Ix]) -> Vec<Vec<VarId>> {
+pub(super) fn merge_groups(vars: &[VarId], sizes: &dyn Fn(VarId) -> i64, accesses: &[Ix]) -> Vec<Vec<VarId>> {
     let mut groups: Vec<Vec<VarId>> = vec![];
     for &var in vars {
         let joined = groups.last().is_some_and(|group: &Vec<VarId>| {
@@ -187,7 +189,7 @@ pub fn build(
 type Plan<'p> = Option<(&'p (Vec<Vec<VarId>>, Vec<Vec<VarId>>), &'p [Ix], &'p HashSet<(Vid, Vec<Ix>)>)>;
 
 /// Lines that set the variables of groups from a linear index.
-fn decompose(linear: &str, groups: &[(String, i64)], lines: &mut Vec<String>) {
+pub(super) fn decompose(linear: &str, groups: &[(String, i64)], lines: &mut Vec<String>) {
     let mut rest = linear.to_owned();
     for (k, (name, size)) in groups.iter().enumerate().rev() {
         if k == 0 {
@@ -210,7 +212,8 @@ fn write<'a>(
 ) -> Result<Built, String> {
     let mut w = Writer::new(ir, buffers, device);
     let cuda = device == Device::Cuda;
-    let columns = spec.walk == Walk::Columns;
+    let bands = if let Walk::Bands(n) = spec.walk { Some(n) } else { None };
+    let columns = spec.walk == Walk::Columns || bands.is_some();
     let elements = spec.walk == Walk::Elements;
 
     // Variables. The lane is the innermost of what threads share out side by side.
@@ -262,7 +265,7 @@ fn write<'a>(
     let total = numel(&spec.full);
 
     // Width of a vector: what divides the lane and all addresses of it.
-    let widest: i64 = if columns { 2 } else { 4 };
+    let widest: i64 = if columns && bands.is_none() { 2 } else { 4 };
     if cuda && w.lane.is_some() {
         let lane = w.lane.unwrap_or(0);
         let accesses: &[Ix] = plan.map_or(&[], |p| p.1);
@@ -280,7 +283,7 @@ fn write<'a>(
             vector /= 2;
         }
         let parallel = if columns { rows } else { total };
-        if parallel / vector < 132 * 1024 && columns {
+        if parallel / vector < 132 * 1024 && columns && bands.is_none() {
             vector = 1;
         }
         w.vector = vector;
@@ -315,6 +318,7 @@ fn write<'a>(
     let loops = spec.stages.len() + usize::from(!full_outputs.is_empty());
     let cached = cuda
         && split.is_none()
+        && bands.is_none()
         && loops > 1
         && plan.is_some()
         && ((!columns && length <= facts.register_row)
@@ -365,7 +369,11 @@ fn write<'a>(
             } else if w_is_cuda(device) {
                 out.push("#pragma unroll 4".into());
             }
-            out.push(format!("for (index_t u = 0; u < {length}; ++u) {{"));
+            out.push(if bands.is_some() {
+                format!("for (index_t u = from + threadIdx.y; u < to; u += {upper}_DEPTH) {{")
+            } else {
+                format!("for (index_t u = 0; u < {length}; ++u) {{")
+            });
             decompose("u", &inner, &mut out);
             out.extend(body1);
             out.extend(element_loop(if w_is_cuda(device) { "VEC" } else { "n" }));
@@ -553,6 +561,9 @@ fn write<'a>(
             body.append(&mut cache.declared);
         }
         body.extend(text);
+        if let Some(splits) = bands {
+            return finish_bands(kernel, w, space, asked_later, spec, splits, body, local_consts, &outer, &arrays);
+        }
         if columns {
             // Results are arrays by column.
             for (k, (text, ty)) in w.finish(stage, &lanes, &pivot).into_iter().enumerate() {
@@ -762,7 +773,7 @@ fn built(kernel: Kernel, w: Writer, space: Space, asked_later: HashSet<(Vid, Vec
     }
 }
 
-fn linear(shape: &[i64], at: &[Ix]) -> Ix {
+pub(super) fn linear(shape: &[i64], at: &[Ix]) -> Ix {
     let strides = contiguous(shape);
     let mut ix = Ix::default();
     for d in 0..shape.len() {
@@ -775,6 +786,13 @@ fn linear(shape: &[i64], at: &[Ix]) -> Ix {
 
 /// Threads for a row: 8 to 32 elements each where the row is kept in registers.
 fn thread_counts(length: i64, vector: i64, cached: bool) -> (i64, Vec<i64>) {
+    // A short row is read at once, by as few threads as keep their vectors side by side; a block has many.
+    if !cached && length <= 256 {
+        let most = [32, 16, 8, 4, 2, 1].into_iter().find(|t| t * vector <= length).unwrap_or(1);
+        let default = if most * vector * 2 <= length || most < 8 { most } else { most / 2 };
+        let others = [1, 2, 4, 8, 16, 32].into_iter().filter(|&t| t != default && t <= most && t * 4 >= most);
+        return (default, others.collect());
+    }
     let all = [8, 16, 32, 64, 128, 256, 512, 1024];
     let fits = |t: &i64| {
         let each = (length + t - 1) / t;
@@ -868,7 +886,7 @@ impl Names {
 
 /// Adds a function and its launch.
 #[allow(clippy::too_many_arguments)]
-fn launch(
+pub(super) fn launch(
     kernel: &mut Kernel,
     w: &Writer,
     spec: &Spec,
@@ -1064,6 +1082,163 @@ fn finish_split(
     let mut reads = reads_first;
     reads.extend(w.reads.clone());
     kernel.reads = reads;
+    Ok(built(kernel, w, space, asked))
+}
+
+/// Threads side by side across columns in a block that folds in bands.
+const BAND_LANES: i64 = 16;
+
+#[allow(clippy::too_many_arguments)]
+fn finish_bands(
+    mut kernel: Kernel,
+    w: Writer,
+    space: Space,
+    asked: HashSet<(Vid, Vec<Ix>)>,
+    spec: &Spec,
+    splits: i64,
+    body: Vec<String>,
+    consts: Vec<String>,
+    outer: &[(String, i64)],
+    arrays: &[String],
+) -> Result<Built, String> {
+    let ir = w.ir;
+    let upper = spec.name.to_uppercase();
+    let (rows, length) = (spec.rows(), spec.length());
+    let stage = spec.stages[0];
+    let Def::Reduce { fold, arg, .. } = ir.def(stage).clone() else { return Err("not a fold".into()) };
+    let kinds = accumulators(fold);
+    let parts: Vec<String> = (0..kinds.len()).map(|k| format!("{}_part{k}", spec.name)).collect();
+    let chunk = (length + splits - 1) / splits;
+
+    // First function: a part of some columns, by all threads of a block.
+    let mut text = consts;
+    text.push(format!("const index_t part = blockIdx.y, from = part * {chunk};"));
+    text.push(format!("const index_t to = from + {chunk} < {length} ? from + {chunk} : {length};"));
+    text.push(format!("index_t i0 = ((index_t)blockIdx.x * {BAND_LANES} + threadIdx.x) * VEC;"));
+    text.push(format!("const bool live = i0 < {rows};"));
+    text.push("if (!live) i0 = 0;".into());
+    let mut names = outer.to_vec();
+    if let Some(last) = names.last_mut() {
+        last.0 = "e0".into();
+    }
+    decompose("i0", &names, &mut text);
+    text.extend(body);
+    let lanes: Vec<String> = arrays.iter().map(|a| format!("{a}[j]")).collect();
+    let shared: Vec<String> = (0..kinds.len()).map(|k| format!("band{k}")).collect();
+    for (name, (kind, _)) in shared.iter().zip(kinds) {
+        text.push(format!("__shared__ {kind} {name}[{upper}_DEPTH][VEC][{BAND_LANES}];"));
+    }
+    let own: Vec<String> = shared.iter().map(|s| format!("{s}[threadIdx.y][j][threadIdx.x]")).collect();
+    let other: Vec<String> = shared.iter().map(|s| format!("{s}[threadIdx.y + h][j][threadIdx.x]")).collect();
+    let put: String = own.iter().zip(&lanes).map(|(own, lane)| format!("{own} = {lane}; ")).collect();
+    text.push("#pragma unroll".into());
+    text.push("for (int j = 0; j < VEC; ++j) {".into());
+    text.push(put.clone());
+    text.push("}".into());
+    text.push("#pragma unroll".into());
+    text.push(format!("for (int h = {upper}_DEPTH / 2; h > 0; h /= 2) {{"));
+    text.push("__syncthreads();".into());
+    text.push("if (threadIdx.y < h) {".into());
+    text.push("#pragma unroll".into());
+    text.push("for (int j = 0; j < VEC; ++j) {".into());
+    text.push(merge(fold, &lanes, &other));
+    text.push(put);
+    text.push("}".into());
+    text.push("}".into());
+    text.push("}".into());
+    text.push("if (threadIdx.y == 0 && live) {".into());
+    text.push("for (int j = 0; j < VEC; ++j) {".into());
+    for (part, lane) in parts.iter().zip(&lanes) {
+        text.push(format!("{part}[part * {rows} + i0 + j] = {lane};"));
+    }
+    text.push("}".into());
+    text.push("}".into());
+    let written: Vec<(String, String)> =
+        parts.iter().zip(kinds).map(|(name, (kind, _))| (format!("{kind}* __restrict__"), name.clone())).collect();
+    for (name, (kind, _)) in parts.iter().zip(kinds) {
+        let dtype = if *kind == "float" { "torch.float32" } else { "index" };
+        kernel.scratch.push((name.clone(), rows * splits, dtype));
+    }
+    kernel.knobs.push(Knob { name: format!("{upper}_DEPTH"), default: 16, others: vec![8, 32] });
+    let mut first = Spec { outputs: vec![], ..spec.clone() };
+    first.comment = format!("{}\nOne part of some columns; the parts are joined by {}_join.", spec.comment, spec.name);
+    launch(
+        &mut kernel,
+        &w,
+        &first,
+        &format!("{}_parts", spec.name),
+        &written,
+        format!("__launch_bounds__({BAND_LANES} * {upper}_DEPTH) "),
+        &text,
+        format!("(blocks({rows}, {}), {splits})", BAND_LANES * w.vector),
+        format!("({BAND_LANES}, TUNE[\"{upper}_DEPTH\"])"),
+        true,
+    );
+
+    // Second function: a thread joins the parts of a column, in a fixed order, and computes what follows.
+    let mut join = Writer::new(ir, w.buffers, Device::Cuda);
+    let mut at = vec![Ix::default(); spec.full.len()];
+    let mut columns = vec![];
+    for d in spec.outer() {
+        if spec.full[d] > 1 {
+            at[d] = Ix::var(join.vars.add(format!("d{d}"), spec.full[d], 0, VarKind::Loop));
+            columns.push((format!("d{d}"), spec.full[d]));
+        }
+    }
+    let shape: Vec<i64> =
+        (0..spec.full.len()).map(|d| if spec.folded.contains(&d) { 1 } else { spec.full[d] }).collect();
+    let place = join.vars.reshape(&at, &spec.full, &spec.shape);
+    let pivot = if fold == Fold::Moments { join.value(arg, &place)?.text } else { String::new() };
+    let mut text = vec![format!("const index_t row = (index_t)blockIdx.x * 128 + threadIdx.x;")];
+    text.push(format!("if (row >= {rows}) return;"));
+    decompose("row", &columns, &mut text);
+    text.extend(join.take_zero());
+    let whole: Vec<String> = (0..kinds.len()).map(|k| format!("s0_{k}")).collect();
+    for (name, (kind, start)) in whole.iter().zip(kinds) {
+        text.push(format!("{kind} {name} = {start};"));
+    }
+    let read: Vec<String> = parts.iter().map(|part| format!("{part}[part * {rows} + row]")).collect();
+    text.push("#pragma unroll 4".into());
+    text.push(format!("for (index_t part = 0; part < {splits}; ++part) {{"));
+    text.push(merge(fold, &whole, &read));
+    text.push("}".into());
+    for (k, (value, ty)) in join.finish(stage, &whole, &pivot).into_iter().enumerate() {
+        let name = format!("r0_{k}");
+        text.push(format!("const {} {name} = {value};", ty.name()));
+        join.results.insert((stage, k), Text { text: name, level: 0, ty });
+    }
+    join.place.insert(stage, place);
+    for (vid, name) in &spec.outputs {
+        let at = join.vars.reshape(&at, &shape, ir.shape(*vid));
+        let value = join.value(*vid, &at)?;
+        let index = join.index(&linear(ir.shape(*vid), &at));
+        let value = match ir.vals[*vid].dtype {
+            Dtype::Float16 => format!("__float2half({})", value.text),
+            Dtype::Bfloat16 => format!("__float2bfloat16({})", value.text),
+            Dtype::Float32 => value.text,
+            other => format!("({}){}", element(other), value.text),
+        };
+        join.scopes[0].push(format!("{name}[{index}] = {value};"));
+    }
+    text.extend(join.take_zero());
+    let read_only: Vec<(String, String)> =
+        written.iter().map(|(kind, name)| (format!("const {kind}"), name.clone())).collect();
+    let mut second = spec.clone();
+    second.comment = "Joins the parts of each column.".into();
+    launch(
+        &mut kernel,
+        &join,
+        &second,
+        &format!("{}_join", spec.name),
+        &read_only,
+        String::new(),
+        &text,
+        format!("blocks({rows}, 128)"),
+        "128".into(),
+        true,
+    );
+    kernel.reads.clone_from(&w.reads);
+    kernel.reads.extend(&join.reads);
     Ok(built(kernel, w, space, asked))
 }
 

@@ -570,7 +570,7 @@ impl Lower {
                         }
                         _ => order.reverse(),
                     }
-                    self.permute(x, order)
+                    self.ir.permute(x, order)
                 }
                 "slice" => {
                     let dim = self.dim(x, int(1, 0));
@@ -781,7 +781,8 @@ impl Lower {
                     let spatial = usize::from(op.as_bytes()[8] - b'0');
                     let window = self.window(spatial, a(1), a(2), a(3), a(4));
                     let dtype = self.dtype(x);
-                    self.ir.add(Def::Pool { arg: x, fold: Fold::Max, window }, shape, dtype)
+                    let dims = (rank - spatial..rank).collect();
+                    self.ir.add(Def::Pool { arg: x, fold: Fold::Max, window, dims }, shape, dtype)
                 }
                 "avg_pool1d" | "avg_pool2d" | "avg_pool3d" => {
                     let spatial = usize::from(op.as_bytes()[8] - b'0');
@@ -892,7 +893,7 @@ impl Lower {
                 "linear" => {
                     let w = self.value(a(1))?;
                     let bias = self.optional(a(2))?;
-                    let w = self.permute(w, vec![1, 0]);
+                    let w = self.ir.permute(w, vec![1, 0]);
                     let features = self.ir.shape(x)[rank - 1];
                     let flat = self.ir.reshape(x, vec![self.ir.numel(x) / features, features]);
                     let two = vec![self.ir.shape(flat)[0], shape[rank - 1]];
@@ -910,6 +911,7 @@ impl Lower {
                         transposed: flag(6, false),
                         output_padding: list(7),
                         groups: int(8, 1),
+                        channels_last: false,
                     };
                     let dtype = self.dtype(x);
                     // PyTorch adds the bias in a kernel of its own on CUDA, so there it is part of what is fused.
@@ -961,28 +963,6 @@ impl Lower {
             }
         }
         Ok(())
-    }
-
-    fn permute(&mut self, x: Vid, order: Vec<usize>) -> Vid {
-        if order.iter().enumerate().all(|(i, &d)| i == d) {
-            return x;
-        }
-        // A permutation of a permutation is one permutation.
-        let (source, order) = match self.ir.def(x) {
-            Def::View(inner, View::Permute(first)) => (*inner, order.iter().map(|&d| first[d]).collect()),
-            _ => (x, order),
-        };
-        if order.iter().enumerate().all(|(i, &d)| i == d) {
-            return source;
-        }
-        let shape: Vec<i64> = order.iter().map(|&d| self.ir.shape(source)[d]).collect();
-        // Where only dimensions of size one move, it is a reshape.
-        let moved: Vec<usize> = order.iter().copied().filter(|&d| self.ir.shape(source)[d] != 1).collect();
-        if moved.is_sorted() {
-            return self.ir.reshape(source, shape);
-        }
-        let dtype = self.dtype(x);
-        self.ir.add(Def::View(source, View::Permute(order)), shape, dtype)
     }
 
     fn flip(&mut self, x: Vid, dims: Vec<usize>) -> Vid {
@@ -1096,7 +1076,8 @@ impl Lower {
         }
         let count = fixed.unwrap_or_else(|| window.size.iter().product::<i64>() as f64);
         let dtype = self.dtype(x);
-        let sum = self.ir.add(Def::Pool { arg: x, fold: Fold::Sum, window }, shape.to_vec(), dtype);
+        let dims = (shape.len() - window.size.len()..shape.len()).collect();
+        let sum = self.ir.add(Def::Pool { arg: x, fold: Fold::Sum, window, dims }, shape.to_vec(), dtype);
         let count = self.ir.num(count);
         Ok(self.binary("div", sum, count))
     }
@@ -1108,7 +1089,7 @@ impl Lower {
         if shape[rank - 1] == 1 && rank == 2 {
             let mut order: Vec<usize> = (0..rank).collect();
             order.swap(rank - 2, rank - 1);
-            let column = self.permute(b, order);
+            let column = self.ir.permute(b, order);
             let terms = self.binary("mul", a, column);
             let sum = self.ir.reduce(Fold::Sum, terms, &[rank - 1])[0];
             return if let Some(bias) = bias { self.binary("add", sum, bias) } else { sum };

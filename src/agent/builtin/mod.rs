@@ -6,21 +6,23 @@
 //! it must not know how candidates are judged: `search` is given a function for that.
 //!
 //! ```text
-//!  graph --lower--> values --schedule--> steps --kernels, emit--> C and CUDA
-//!  source --python--> class without forward -----------------\
-//!                                                   propose --> candidates --search--> the best
+//!  graph --lower--> values --(layout)--> values --schedule--> steps --kernels, tile, emit--> C and CUDA
+//!  source --python--> class without forward ---------------------------\
+//!                                                             propose --> candidates --search--> the best
 //! ```
 
 mod emit;
 mod index;
 mod ir;
 mod kernels;
+mod layout;
 mod lower;
 mod ops;
 mod python;
 mod schedule;
 #[cfg(test)]
 mod tests;
+mod tile;
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -41,13 +43,23 @@ pub struct Facts {
     pub register_row: i64,
     /// Rows longer than this are folded by several blocks where there are few of them.
     pub long_row: i64,
+    /// Channels-last convolutions are proposed on the CPU device too, where they are seldom faster: for tests, since
+    /// a candidate of that device can be run anywhere.
+    pub layouts_on_cpu: bool,
     /// Some tensor needs 64-bit indices; set by `propose`.
     pub wide: bool,
 }
 
 impl Default for Facts {
     fn default() -> Self {
-        Self { multiprocessors: 132, threads: 1, register_row: 32768, long_row: 65536, wide: false }
+        Self {
+            multiprocessors: 132,
+            threads: 1,
+            register_row: 32768,
+            long_row: 65536,
+            layouts_on_cpu: false,
+            wide: false,
+        }
     }
 }
 
@@ -64,15 +76,15 @@ pub struct Declined {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Variant {
     pub files: BTreeMap<String, String>,
-    /// What distinguishes it, in words.
+    /// What distinguishes it from others of its form, in words.
     pub parameters: String,
 }
 
-/// Candidates for a task: the same kernels with other parameters.
+/// One way to cut a task into kernels and library calls, with what may be tuned in it.
 #[derive(Clone, Debug)]
-pub struct Proposal {
-    /// The defaults first, then one change each.
-    pub candidates: Vec<Variant>,
+pub struct Form {
+    /// Layout of its convolutions, where there is a choice.
+    pub layout: Option<&'static str>,
     /// What was fused or left to a library, step by step.
     pub covered: Vec<String>,
     knobs: Vec<Knob>,
@@ -80,8 +92,19 @@ pub struct Proposal {
     kernels: Option<(String, String)>,
 }
 
-/// At most so many candidates are proposed for one task.
+/// Candidates for a task.
+#[derive(Clone, Debug)]
+pub struct Proposal {
+    /// The more promising form first; there is at least one.
+    pub forms: Vec<Form>,
+}
+
+/// At most so many candidates are proposed of one form.
 pub const CANDIDATES: usize = 12;
+
+/// Channels of a convolution from which on the channels-last layout is the more promising one, and what they must
+/// be a multiple of: tensor cores take whole groups.
+const CHANNELS: (i64, i64) = (8, 4);
 
 /// Writes candidates for a task.
 ///
@@ -91,11 +114,6 @@ pub fn propose(task: &TaskSource, graph: &Graph, device: Device, facts: &Facts) 
     let whole = |reason: String| Declined { operator: task.name.clone(), line: None, reason };
     let reference = python::take_over(&task.source).map_err(whole)?;
     let lowered = lower::lower(graph, device)?;
-    let mut facts = facts.clone();
-    facts.wide = lowered.ir.vals.iter().any(|val| {
-        // A view's size counts too: kernels walk it.
-        index::numel(&val.shape) > i64::from(i32::MAX) - 65536 * 8
-    });
     if device == Device::Cpu
         && lowered
             .ir
@@ -105,33 +123,56 @@ pub fn propose(task: &TaskSource, graph: &Graph, device: Device, facts: &Facts) 
     {
         return Err(whole("half precision on the CPU device is not attempted".into()));
     }
-    let steps = schedule::Scheduler::new(&lowered.ir, device, &facts, &reference.arguments).run(&lowered.outputs)?;
-    let kernels = if steps.source.is_empty() {
-        None
-    } else {
-        let name = if device == Device::Cuda { "kernels/fused.cu" } else { "kernels/fused.cpp" };
-        Some((name.to_owned(), source(&steps.source, device, facts.wide)))
+    let form = |lowered: &lower::Lowered, layout| -> Result<Form, Declined> {
+        let mut facts = facts.clone();
+        facts.wide = lowered.ir.vals.iter().any(|val| {
+            // A view's size counts too: kernels walk it.
+            index::numel(&val.shape) > i64::from(i32::MAX) - 65536 * 8
+        });
+        let steps =
+            schedule::Scheduler::new(&lowered.ir, device, &facts, &reference.arguments).run(&lowered.outputs)?;
+        let kernels = if steps.source.is_empty() {
+            None
+        } else {
+            let name = if device == Device::Cuda { "kernels/fused.cu" } else { "kernels/fused.cpp" };
+            Some((name.to_owned(), source(&steps.source, device, facts.wide)))
+        };
+        let model = model(task, graph, &reference, &steps, kernels.as_ref().map(|k| k.0.as_str())).map_err(whole)?;
+        Ok(Form { layout, covered: steps.covered, knobs: steps.knobs, model, kernels })
     };
-    let model = model(task, graph, &reference, &steps, kernels.as_ref().map(|k| k.0.as_str())).map_err(whole)?;
-    let mut proposal = Proposal { candidates: vec![], covered: steps.covered, knobs: steps.knobs, model, kernels };
-    let base = proposal.variant(&BTreeMap::new());
-    proposal.candidates.push(base);
-    // Near values first, of all kernels in turn.
-    let deepest = proposal.knobs.iter().map(|k| k.others.len()).max().unwrap_or(0);
-    for depth in 0..deepest {
-        for knob in proposal.knobs.clone() {
-            if let Some(&value) = knob.others.get(depth)
-                && proposal.candidates.len() < CANDIDATES
-            {
-                let variant = proposal.variant(&BTreeMap::from([(knob.name.clone(), value)]));
-                proposal.candidates.push(variant);
-            }
-        }
+    // Where a task can't be written channels-last, nothing is lost.
+    let layouts = device == Device::Cuda || facts.layouts_on_cpu;
+    let last = if layouts { layout::channels_last(&lowered) } else { None };
+    let (last, channels) =
+        last.map_or((None, vec![]), |(last, channels)| (form(&last, Some("channels last")).ok(), channels));
+    let mut forms = vec![form(&lowered, last.as_ref().map(|_| "channels first"))?];
+    if let Some(last) = last {
+        let (least, multiple) = CHANNELS;
+        let promising = |size: i64| size >= least && size % multiple == 0;
+        let first = channels.iter().all(|&(from, to)| promising(from) && promising(to));
+        forms.insert(usize::from(!first), last);
     }
-    Ok(proposal)
+    Ok(Proposal { forms })
 }
 
-impl Proposal {
+impl Form {
+    /// The defaults first, then one change each: near values first, of all kernels in turn.
+    #[must_use]
+    pub fn candidates(&self) -> Vec<Variant> {
+        let mut candidates = vec![self.variant(&BTreeMap::new())];
+        let deepest = self.knobs.iter().map(|k| k.others.len()).max().unwrap_or(0);
+        for depth in 0..deepest {
+            for knob in &self.knobs {
+                if let Some(&value) = knob.others.get(depth)
+                    && candidates.len() < CANDIDATES
+                {
+                    candidates.push(self.variant(&BTreeMap::from([(knob.name.clone(), value)])));
+                }
+            }
+        }
+        candidates
+    }
+
     /// The candidate with these parameters, the others at their defaults.
     #[must_use]
     pub fn variant(&self, chosen: &BTreeMap<String, i64>) -> Variant {

@@ -11,6 +11,7 @@ use super::ir::{Def, Fold, Ir, Vid, View};
 use super::kernels::{Kernel, Knob, Spec, Walk, build, refine, scan};
 use super::ops::operation;
 use super::python::attribute;
+use super::tile;
 use super::{Declined, Facts};
 use crate::plan::{Device, Dtype};
 
@@ -81,7 +82,8 @@ fn safe(name: &str) -> String {
     let reserved = [
         "e", "j", "u", "n", "o", "h", "it", "row", "lane", "live", "part", "from", "to", "acc", "carry", "before",
         "warps", "total", "totals", "side", "first", "task", "float", "int", "bool", "short", "long", "double", "char",
-        "const", "auto", "left", "VEC", "ITEMS", "CHUNKS", "SPLITS", "signed", "index_t", "s", "t", "k",
+        "const", "auto", "left", "VEC", "ITEMS", "CHUNKS", "SPLITS", "signed", "index_t", "s", "t", "k", "at_x",
+        "at_y", "from_x", "from_y", "tx", "ty", "place", "block", "rest",
     ];
     if letter_digits || reserved.contains(&cleaned.as_str()) { format!("in_{cleaned}") } else { cleaned }
 }
@@ -131,14 +133,15 @@ impl<'a> Scheduler<'a> {
     pub fn run(mut self, outputs: &[Vid]) -> Result<Steps, Declined> {
         let declined = |reason: String| Declined { operator: "the task".into(), line: None, reason };
         for &vid in outputs {
-            let text = self.output(vid).map_err(declined)?;
+            let text = self.stored(vid).map_err(declined)?;
             self.steps.outputs.push(text);
         }
         Ok(self.steps)
     }
 
-    fn output(&mut self, vid: Vid) -> Result<String, String> {
-        // A reshape of something stored is a view in Python.
+    /// A contiguous tensor in Python that holds a value.
+    fn stored(&mut self, vid: Vid) -> Result<String, String> {
+        // A reshape of something stored is a view.
         let mut base = vid;
         while let Def::View(source, View::Reshape) = self.ir.def(base) {
             base = *source;
@@ -218,7 +221,20 @@ impl<'a> Scheduler<'a> {
     fn bias_of(&self, args: &[Vid]) -> Option<Vid> {
         let Def::Convolution { bias: None, .. } = self.ir.def(args[0]) else { return None };
         let mut at = *args.get(1)?;
-        let channels = self.ir.shape(args[0]).get(1).copied()?;
+        let Def::Convolution { conv, .. } = self.ir.def(args[0]) else { return None };
+        let rank = self.ir.shape(args[0]).len();
+        let channels = self.ir.shape(args[0]).get(if conv.channels_last { rank - 1 } else { 1 }).copied()?;
+        if conv.channels_last
+            && let Def::View(source, View::Permute(order)) = self.ir.def(at)
+        {
+            let last: Vec<usize> = [0].into_iter().chain(2..rank).chain([1]).collect();
+            if *order != last {
+                return None;
+            }
+            at = *source;
+        } else if conv.channels_last {
+            return None;
+        }
         while let Def::View(source, View::Expand | View::Reshape) = self.ir.def(at) {
             if matches!(self.ir.def(at), Def::View(_, View::Reshape))
                 && self.ir.shape(at).iter().enumerate().any(|(d, &size)| d != 1 && size != 1)
@@ -489,9 +505,16 @@ impl<'a> Scheduler<'a> {
                     Walk::Rows
                 }
             } else {
-                Walk::Columns
+                // Too few columns for a thread each to keep memory busy.
+                let few = if is_row { 64 * 1024 } else { 16 * 1024 };
+                if self.device == Device::Cuda && rows < few && length >= 256 {
+                    let blocks = (rows + 63) / 64;
+                    Walk::Bands((8 * lanes / blocks).clamp(1, length / 64))
+                } else {
+                    Walk::Columns
+                }
             };
-            if let Walk::Split(_) = walk
+            if let Walk::Split(_) | Walk::Bands(_) = walk
                 && (!is_row || stages.len() > 1)
             {
                 // Few long rows: statistics first, by many blocks, then the rest element by element.
@@ -527,7 +550,7 @@ impl<'a> Scheduler<'a> {
                     let word = match walk {
                         Walk::Rows => "fold along rows",
                         Walk::Columns => "fold across columns",
-                        Walk::Split(_) => "fold in two steps",
+                        Walk::Split(_) | Walk::Bands(_) => "fold in two steps",
                         Walk::Elements => "element-wise",
                     };
                     self.add(kernel, outputs, word);
@@ -570,9 +593,15 @@ impl<'a> Scheduler<'a> {
             outputs: vec![(outputs[0], output.clone())],
             comment: self.describe(outputs),
         };
-        let kernel = build(self.ir, &self.buffers, self.device, self.facts, &spec)?;
+        // What is read in another order than it is written goes through tiles.
+        let tiled = if self.device == Device::Cuda { tile::build(self.ir, &self.buffers, &spec)? } else { None };
+        let word = if tiled.is_some() { "transposing, element-wise" } else { "element-wise" };
+        let kernel = match tiled {
+            Some(kernel) => kernel,
+            None => build(self.ir, &self.buffers, self.device, self.facts, &spec)?,
+        };
         self.allocate(outputs[0], &output);
-        self.add(kernel, outputs, "element-wise");
+        self.add(kernel, outputs, word);
         Ok(())
     }
 
@@ -649,7 +678,10 @@ impl<'a> Scheduler<'a> {
                     let (inner, _) = self.view(source)?;
                     return Ok((format!("{inner}.permute({})", list(&order)), false));
                 }
-                View::Reshape => {
+                // Of what lies in another order a reshape is a copy, by a kernel from what there is.
+                View::Reshape
+                    if !matches!(self.ir.def(source), Def::View(..)) || self.buffers.contains_key(&source) =>
+                {
                     let (inner, contiguous) = self.view(source)?;
                     if contiguous {
                         return Ok((format!("{inner}.view({shape})"), true));
@@ -664,7 +696,7 @@ impl<'a> Scheduler<'a> {
                     let length = self.ir.shape(vid)[dim];
                     return Ok((format!("{inner}.narrow({dim}, {start}, {length})"), false));
                 }
-                View::Slice { .. } | View::Flip(_) => {}
+                View::Reshape | View::Slice { .. } | View::Flip(_) => {}
             }
         }
         if self.parameters_only(vid) && !matches!(self.ir.def(vid), Def::Param(..)) {
@@ -673,6 +705,15 @@ impl<'a> Scheduler<'a> {
         self.need(vid)?;
         let straight = self.buffers[&vid].strides == contiguous(self.ir.shape(vid));
         Ok((self.python_of(vid), straight))
+    }
+
+    /// Whether a stored value, or what it is a reshape of, isn't contiguous.
+    fn strided(&self, vid: Vid) -> bool {
+        match (self.buffers.get(&vid), self.ir.def(vid)) {
+            (Some(buffer), _) => buffer.strides != contiguous(self.ir.shape(vid)),
+            (None, Def::View(source, View::Reshape)) => self.strided(*source),
+            _ => false,
+        }
     }
 
     fn operand(&mut self, vid: Vid) -> Result<String, String> {
@@ -717,7 +758,23 @@ impl<'a> Scheduler<'a> {
         bias: Option<String>,
         conv: &super::ir::Conv,
     ) -> Result<(), String> {
-        let (x, weight) = (self.operand(x)?, self.operand(weight)?);
+        let weight = self.operand(weight)?;
+        // The library takes channels-last operands as PyTorch has them: dimensions in the usual order, strides not.
+        let rank = self.ir.shape(x).len();
+        let (x, back) = if conv.channels_last {
+            let inner: Vec<String> = (1..rank - 1).map(|d| d.to_string()).collect();
+            let outer: Vec<String> = (2..rank).map(|d| d.to_string()).collect();
+            let stored = self.stored(x)?;
+            if self.strided(x) {
+                return Err("a channels-last convolution reads an argument with strides of its own".into());
+            }
+            (
+                format!("{stored}.permute(0, {}, {})", rank - 1, inner.join(", ")),
+                format!(".permute(0, {}, 1)", outer.join(", ")),
+            )
+        } else {
+            (self.operand(x)?, String::new())
+        };
         let list = |v: &[i64]| if v.windows(2).all(|w| w[0] == w[1]) { v[0].to_string() } else { tuple(v) };
         let mut call = format!(
             "{}({x}, {weight}, {}, stride={}, padding={}",
@@ -736,6 +793,7 @@ impl<'a> Scheduler<'a> {
             call.push_str(&format!(", groups={}", conv.groups));
         }
         call.push(')');
+        call.push_str(&back);
         self.library(vid, &call);
         if label != vid {
             self.steps.covered.pop();

@@ -14,11 +14,17 @@ fn case(init: &str, forward: &str, graph: &str) -> (TaskSource, Graph) {
 
 fn first(task: &TaskSource, graph: &Graph, device: Device) -> String {
     let proposal = propose(task, graph, device, &Facts::default()).unwrap();
+    let plain = proposal.forms.iter().find(|form| form.layout != Some("channels last")).unwrap();
+    shown(plain)
+}
+
+fn shown(form: &Form) -> String {
     let mut out = String::new();
-    for (path, text) in &proposal.candidates[0].files {
+    let candidates = form.candidates();
+    for (path, text) in &candidates[0].files {
         let _ = writeln!(out, "--- {path}\n{text}");
     }
-    for variant in &proposal.candidates[1..] {
+    for variant in &candidates[1..] {
         let _ = writeln!(out, "--- variant: {}", variant.parameters);
     }
     out
@@ -101,6 +107,24 @@ fn batch_norm_is_a_scale_and_a_shift_behind_a_convolution() {
 }
 
 #[test]
+fn a_convolution_is_offered_channels_last_too() {
+    let (task, graph) = case(
+        "self.conv = nn.Conv2d(3, 16, 3, padding=1)\n        self.bn = nn.BatchNorm2d(16)",
+        "torch.relu(self.bn(self.conv(x)))",
+        CONV,
+    );
+    let proposal = propose(&task, &graph, Device::Cuda, &Facts::default()).unwrap();
+    // Three channels are few: the layout of the task comes first.
+    assert_eq!(
+        proposal.forms.iter().map(|form| form.layout).collect::<Vec<_>>(),
+        [Some("channels first"), Some("channels last")]
+    );
+    insta::assert_snapshot!(shown(&proposal.forms[1]));
+    let on_the_cpu = propose(&task, &graph, Device::Cpu, &Facts::default()).unwrap();
+    assert_eq!(on_the_cpu.forms.len(), 1);
+}
+
+#[test]
 fn an_unknown_operator_is_declined_by_name_and_line() {
     let (task, mut graph) = case("pass", "torch.sort(x)", SOFTMAX);
     graph.nodes[0].op = "aten.sort.default".into();
@@ -129,18 +153,24 @@ fn every_traced_graph_gives_a_candidate_or_a_reason() {
         let base = Facts::default();
         let facts = Facts {
             threads: 2,
+            layouts_on_cpu: true,
             long_row: fact("LONG", base.long_row),
             register_row: fact("REGISTERS", base.register_row),
             ..base
         };
         match propose(&task, &graph, device, &facts) {
             Ok(proposal) => {
-                println!("OK {stem} {} | {}", proposal.candidates.len(), proposal.covered.join(" | "));
-                let which = fact("VARIANT", 0).unsigned_abs() as usize % proposal.candidates.len();
-                for (file, text) in &proposal.candidates[which].files {
-                    let to = std::path::Path::new(&out).join(&stem).join(file);
-                    std::fs::create_dir_all(to.parent().unwrap()).unwrap();
-                    std::fs::write(to, text).unwrap();
+                for (number, form) in proposal.forms.iter().enumerate() {
+                    let candidates = form.candidates();
+                    let layout = form.layout.unwrap_or("-");
+                    println!("OK {stem} {number} {layout} {} | {}", candidates.len(), form.covered.join(" | "));
+                    let which = fact("VARIANT", 0).unsigned_abs() as usize % candidates.len();
+                    let folder = std::path::Path::new(&out).join(layout.replace(' ', "_")).join(&stem);
+                    for (file, text) in &candidates[which].files {
+                        let to = folder.join(file);
+                        std::fs::create_dir_all(to.parent().unwrap()).unwrap();
+                        std::fs::write(to, text).unwrap();
+                    }
                 }
             }
             Err(declined) => println!("NO {stem} {declined}"),
