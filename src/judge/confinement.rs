@@ -4,6 +4,7 @@
 
 use std::path::{Path, PathBuf};
 
+use super::toolchain::RunnerFilter;
 use super::{Device, Toolchain};
 use crate::sandbox::{self, Confinement, Limits, seccomp};
 
@@ -144,8 +145,13 @@ pub(super) fn runner(toolchain: &Toolchain, device: Device, beside_helper: bool)
     Confinement {
         read,
         write,
-        // On a card the runner is our own program, and its filter has not run beside a driver yet.
-        seccomp: (device == Device::Cpu).then(seccomp::runner_cpu),
+        // On a card the runner is our own program, and which calls its driver makes is the driver's business.
+        seccomp: match (device, toolchain.runner_filter) {
+            (Device::Cpu, _) => Some(seccomp::runner_cpu()),
+            (Device::Cuda, RunnerFilter::Off) => None,
+            (Device::Cuda, RunnerFilter::On) => Some(seccomp::runner_cuda()),
+            (Device::Cuda, RunnerFilter::Log) => Some(seccomp::runner_cuda_told()),
+        },
         limits,
         env: env.into_iter().collect(),
         ..base([&toolchain.program])

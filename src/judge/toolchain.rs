@@ -42,6 +42,17 @@ impl CudaLibraries {
     }
 }
 
+/// Whether the runner of a card gets a filter of system calls. The drivers of cards differ in what they call, so this can
+/// be tried on a new one before it is relied on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum RunnerFilter {
+    #[default]
+    Off,
+    On,
+    /// On, and each call that it refuses is logged as a warning and named in the runner's errors.
+    Log,
+}
+
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Toolchain {
     /// Interpreter with PyTorch.
@@ -60,6 +71,7 @@ pub struct Toolchain {
     pub program: PathBuf,
     /// CPU threads for reference and candidate on the CPU device.
     pub threads: usize,
+    pub runner_filter: RunnerFilter,
     /// `torch`, `cuda`, `cudnn`, `nvcc`, `cxx`, `python`, ...
     pub versions: std::collections::BTreeMap<String, String>,
 }

@@ -12,7 +12,7 @@ use std::time::UNIX_EPOCH;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use crate::judge::toolchain::{CudaLibraries, Nvcc, Toolchain};
+use crate::judge::toolchain::{CudaLibraries, Nvcc, RunnerFilter, Toolchain};
 
 /// Why this machine can't judge anything yet. Each message ends with what to do.
 #[derive(Debug, thiserror::Error)]
@@ -125,6 +125,7 @@ pub fn discover() -> Result<Environment, Error> {
         cache,
         program,
         threads: std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
+        runner_filter: runner_filter(std::env::var_os("KERNELFLEET_RUNNER_SECCOMP"))?,
         versions,
     };
     Ok(Environment { toolchain, python: facts })
@@ -299,6 +300,20 @@ fn cache_folder() -> Result<PathBuf, Error> {
     Ok(path)
 }
 
+fn runner_filter(said: Option<std::ffi::OsString>) -> Result<RunnerFilter, Error> {
+    let Some(said) = said.filter(|v| !v.is_empty()) else { return Ok(RunnerFilter::default()) };
+    match said.to_str() {
+        Some("off") => Ok(RunnerFilter::Off),
+        Some("on") => Ok(RunnerFilter::On),
+        Some("log") => Ok(RunnerFilter::Log),
+        _ => Err(Error::Override {
+            variable: "KERNELFLEET_RUNNER_SECCOMP",
+            path: said.into(),
+            problem: "is none of off, on and log",
+        }),
+    }
+}
+
 fn override_path(variable: &str) -> Option<PathBuf> {
     std::env::var_os(variable).filter(|v| !v.is_empty()).map(PathBuf::from)
 }
@@ -340,6 +355,16 @@ mod tests {
         assert_eq!(builtins(folder.path()), Some(folder.path().join("libnvrtc-builtins.so.13.0")));
         std::fs::remove_file(folder.path().join("libnvrtc-builtins.so.13.0")).unwrap();
         assert_eq!(builtins(folder.path()), None);
+    }
+
+    #[test]
+    fn the_filter_of_a_cards_runner_is_named_by_one_of_three_words() {
+        let filter = |word: &str| runner_filter(Some(word.into()));
+        assert_eq!(runner_filter(None).unwrap(), RunnerFilter::Off);
+        assert_eq!((filter("").unwrap(), filter("on").unwrap()), (RunnerFilter::Off, RunnerFilter::On));
+        assert_eq!(filter("log").unwrap(), RunnerFilter::Log);
+        let said = filter("yes").unwrap_err().to_string();
+        assert!(said.contains("KERNELFLEET_RUNNER_SECCOMP says yes, which is none of off, on and log"), "{said}");
     }
 
     #[test]

@@ -14,6 +14,7 @@ mod export;
 mod files;
 mod jobs;
 pub mod keeper;
+pub mod refused;
 mod root;
 pub mod seccomp;
 mod tree;

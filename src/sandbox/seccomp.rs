@@ -15,6 +15,7 @@ const RET_K: u16 = 0x06;
 const ALLOW: u32 = 0x7fff_0000;
 const KILL_PROCESS: u32 = 0x8000_0000;
 const ERRNO: u32 = 0x0005_0000;
+const TRAP: u32 = 0x0003_0000;
 /// Offsets in `struct seccomp_data`.
 const NR: u32 = 0;
 const ARCH: u32 = 4;
@@ -245,6 +246,19 @@ pub fn runner_cpu() -> Vec<u8> {
 #[must_use]
 pub fn runner_cuda() -> Vec<u8> {
     bytes(&program(Role { processes: false, programs: true, unix: true, anything: false }))
+}
+
+/// As `runner_cuda`, but what it refuses arrives as a signal first: for a process that watches (`refused::watch`).
+#[must_use]
+pub fn runner_cuda_told() -> Vec<u8> {
+    let mut program = program(Role { processes: false, programs: true, unix: true, anything: false });
+    let refusal = number(c_long::from(libc::EPERM));
+    for i in &mut program {
+        if i.code == RET_K && i.k == ERRNO | refusal {
+            i.k = TRAP | refusal;
+        }
+    }
+    bytes(&program)
 }
 
 /// A reference host: it compiles, so it starts processes.

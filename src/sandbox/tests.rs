@@ -118,6 +118,50 @@ fn a_runner_can_do_nothing_but_compute() {
 }
 
 #[test]
+fn a_program_that_watches_tells_what_its_filter_refused_and_goes_on() {
+    const NAME: &str = "sandbox::tests::a_program_that_watches_tells_what_its_filter_refused_and_goes_on";
+    if std::env::var_os("KERNELFLEET_TEST_WATCHES").is_some() {
+        refused::watch().unwrap();
+        // SAFETY: system calls on plain numbers; the filter refuses the first three.
+        let results = unsafe {
+            [
+                libc::unshare(libc::CLONE_NEWUSER),
+                libc::socket(libc::AF_NETLINK, libc::SOCK_RAW, 0),
+                libc::unshare(libc::CLONE_NEWUSER),
+                libc::socket(libc::AF_UNIX, libc::SOCK_STREAM, 0),
+            ]
+        };
+        println!("results {:?}", results.map(|r| r >= 0));
+        println!("calls {:?}", refused::calls());
+        return;
+    }
+    // The child is this very test, under the filter of a card's runner.
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", NAME, "--nocapture", "--test-threads", "1"]);
+    let confinement = Confinement {
+        read: vec![PathBuf::from("/")],
+        write: vec![PathBuf::from("/dev/null")],
+        seccomp: Some(seccomp::runner_cuda_told()),
+        limits: Limits { fsize: 1 << 20, nofile: 64, ..Limits::default() },
+        env: [("KERNELFLEET_TEST_WATCHES".to_owned(), "1".to_owned())].into(),
+        ..Confinement::default()
+    };
+    confinement.apply(&mut command).unwrap();
+    let output = command.output().unwrap();
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{:?} {said}{}", output.status, String::from_utf8_lossy(&output.stderr));
+    assert!(said.contains("results [false, false, false, true]"), "{said}");
+    let expected = format!(
+        "calls [({}, {}), ({}, {})]",
+        libc::SYS_unshare,
+        libc::CLONE_NEWUSER,
+        libc::SYS_socket,
+        libc::AF_NETLINK
+    );
+    assert!(said.contains(&expected), "{said}");
+}
+
+#[test]
 fn a_child_with_processes_still_reaches_nobody_else() {
     for (program, unix) in [(seccomp::builder(), false), (seccomp::host(), true)] {
         let Some(mut done) = done(program) else { return };

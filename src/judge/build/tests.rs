@@ -21,6 +21,7 @@ fn toolchain(cache: &Path) -> Toolchain {
         cache: cache.into(),
         program: PathBuf::new(),
         threads: 1,
+        runner_filter: crate::judge::toolchain::RunnerFilter::Off,
         versions: BTreeMap::new(),
     }
 }

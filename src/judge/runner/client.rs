@@ -19,8 +19,8 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
 use super::{
-    Arithmetic, BUFFERS_PER_FRAME, CPU_COMMAND, CUDA_COMMAND, Fault, Item, LaunchInfo, NodeTime, NullSamples, Sample,
-    output_buffers,
+    Arithmetic, BUFFERS_PER_FRAME, CPU_COMMAND, CUDA_COMMAND, Fault, Item, LaunchInfo, NodeTime, NullSamples,
+    REFUSED_CALLS, Sample, output_buffers,
 };
 use crate::judge::process;
 use crate::judge::wire::{Channel, Error as WireError, Frame};
@@ -60,9 +60,18 @@ impl Error {
     }
 }
 
+/// Numbers of system calls of this architecture, with their first arguments.
+fn calls(list: &[(u32, u32)]) -> String {
+    let each: Vec<String> = list.iter().map(|(n, argument)| format!("{n}({argument:#x}, ..)")).collect();
+    format!("system calls {} of {}", each.join(", "), std::env::consts::ARCH)
+}
+
 fn ending(signal: Option<i32>, code: Option<i32>) -> String {
     match (signal, code) {
         (Some(signal), _) => match nix::sys::signal::Signal::try_from(signal) {
+            Ok(nix::sys::signal::Signal::SIGSYS) => {
+                "killed by SIGSYS: it made a system call that its filter refuses".into()
+            }
             Ok(name) => format!("killed by {name}"),
             Err(_) => format!("killed by signal {signal}"),
         },
@@ -124,6 +133,8 @@ pub struct Runner {
     /// Number of the last request; an honest runner echoes it, so that an answer that was forged early is
     /// found out when the true one comes in the next one's place.
     id: u64,
+    /// CUDA: system calls that its filter has refused, as last told.
+    refused: Vec<(u32, u32)>,
 }
 
 impl Runner {
@@ -145,7 +156,7 @@ impl Runner {
         let child = command.spawn().map_err(|e| io(&format!("starting {} as a runner", program.display()), e))?;
         // The command owns the child's end: while it lived, the end of the child would not close the socket.
         drop(command);
-        Ok(Self { channel, child, device, stopped: false, over: false, id: 0 })
+        Ok(Self { channel, child, device, stopped: false, over: false, id: 0, refused: Vec::new() })
     }
 
     /// Process id.
@@ -468,8 +479,9 @@ impl Runner {
     }
 
     fn receive(&mut self, op: &str, timeout: Duration) -> Result<Frame, Error> {
-        let frame = self.channel.receive(Some(timeout)).map_err(|e| self.failed(op, e))?;
+        let mut frame = self.channel.receive(Some(timeout)).map_err(|e| self.failed(op, e))?;
         self.must_be_silent(op)?;
+        self.note_refused(op, &mut frame);
         if frame.body.get("id").and_then(Value::as_u64) != Some(self.id) {
             return Err(forged(op, "its answer isn't to the last request"));
         }
@@ -481,9 +493,23 @@ impl Runner {
                 let mut fault: Fault = decode(op, frame.body)?;
                 truncate(&mut fault.code, 64);
                 truncate(&mut fault.message, 4096);
+                if !self.refused.is_empty() {
+                    fault.message.push_str(&format!("; its filter refused {}", calls(&self.refused)));
+                }
                 Err(Error::Refused(fault))
             }
             None => Err(forged(op, "its answer has no `ok`")),
+        }
+    }
+
+    /// A runner on a card, which is our own program, says what its filter refused; a CPU runner is not asked.
+    fn note_refused(&mut self, op: &str, frame: &mut Frame) {
+        let said = frame.body.as_object_mut().and_then(|body| body.remove(REFUSED_CALLS));
+        if let (Device::Cuda, Some(Ok(now))) = (self.device, said.map(serde_json::from_value::<Vec<(u32, u32)>>))
+            && now != self.refused
+        {
+            tracing::warn!(op, calls = calls(&now), "the filter of a card's runner refused system calls");
+            self.refused = now;
         }
     }
 

@@ -12,6 +12,7 @@ use serde_json::{Map, Value, json};
 
 use crate::judge::wire::{Channel, Error as WireError, MAX_FDS};
 use crate::plan::{BufferKind, Device, Limits, Plan, validate};
+use crate::sandbox::refused;
 
 pub mod client;
 pub mod cpu;
@@ -253,6 +254,7 @@ pub fn serve(mut channel: Channel, device: &mut dyn Serve) -> ! {
                 body.insert("ok".to_owned(), Value::Bool(true));
                 body.insert("id".to_owned(), id);
                 body.extend(reply.body);
+                tell_refused(&mut body);
                 let fds: Vec<_> = reply.fds.iter().map(AsFd::as_fd).collect();
                 channel.send(&Value::Object(body), &fds)
             }
@@ -266,8 +268,21 @@ pub fn serve(mut channel: Channel, device: &mut dyn Serve) -> ! {
     unsafe { libc::_exit(status) }
 }
 
+/// Field of a reply, beside what its operation answers: system calls that the runner's filter has refused so far.
+pub const REFUSED_CALLS: &str = "refused_calls";
+
+fn tell_refused(body: &mut Map<String, Value>) {
+    let calls = refused::calls();
+    if !calls.is_empty() {
+        body.insert(REFUSED_CALLS.to_owned(), json!(calls));
+    }
+}
+
 fn refusal(fault: &Fault, id: Value) -> Value {
     let mut body = json!({"ok": false, "id": id, "code": fault.code, "message": fault.message});
+    if let Value::Object(map) = &mut body {
+        tell_refused(map);
+    }
     if let Some(node) = fault.node {
         body["node"] = json!(node);
     }

@@ -39,6 +39,8 @@ use memory::{Allocation, Physical, Range, granularity};
 /// Serves the supervisor at the other end of `channel` until it closes. The context is made at once, so that
 /// a process from a pool is ready when it is asked.
 pub fn serve(channel: Channel) -> ! {
+    // Without it a refused call ends the process, which is told too.
+    let _ = crate::sandbox::refused::watch();
     let mut cuda = Cuda { bench: Bench::new(), loaded: None, waiting: Vec::new(), lost: None };
     super::serve(channel, &mut cuda)
 }
