@@ -382,8 +382,7 @@ fn a_file_that_turns_into_a_link_while_it_leaves_brings_nothing_from_outside() {
         sandbox.start("ln -s /usr/include swapped; exec ./swap real swapped").unwrap();
         let limits = ExportLimits { paths: vec!["kernels".into(), "real".into()], ..ExportLimits::default() };
         let (mut good, mut refused) = (0, 0);
-        let end = Instant::now() + Duration::from_secs(2);
-        while Instant::now() < end {
+        for _ in 0..300 {
             match sandbox.export(&limits) {
                 Ok(files) => {
                     good += 1;
@@ -397,7 +396,6 @@ fn a_file_that_turns_into_a_link_while_it_leaves_brings_nothing_from_outside() {
             }
         }
         println!("{good} exports, {refused} refused");
-        assert!(good + refused > 20);
     });
 }
 
@@ -709,6 +707,16 @@ fn a_full_disk_is_the_sandboxs_own_and_leaves_the_server_answering() {
             let full =
                 sandbox.run("for i in $(seq 100); do head -c 20M /dev/zero > more$i; sleep 0.1; done", SOON).unwrap();
             assert!(full.output.contains("the files were more than 32 MiB"), "{full:?}");
+        }
+        let large = sandbox.write("large", &vec![1; 25 * MIB as usize]);
+        assert!(matches!(large, Err(Error::Denied { .. })), "{large:?}");
+        // Too deep to be walked by name, and closed.
+        let deep = "import os\nfor i in range(1500):\n  try: os.mkdir('d' * 200); os.chdir('d' * 200)\n  except OSError: break\nos.chmod('.', 0)\n";
+        if !run(sandbox, &format!("command -v /usr/bin/python3 && timeout 5 /usr/bin/python3 -c \"{deep}\""))
+            .output
+            .starts_with('/')
+        {
+            println!("skipped: there is no /usr/bin/python3 to make deep folders with");
         }
         sandbox.reset(&BTreeMap::new()).unwrap();
         sandbox.write("fits", &vec![1; MIB as usize]).unwrap();

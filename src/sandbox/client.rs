@@ -68,7 +68,8 @@ pub struct Options {
     pub read: Vec<PathBuf>,
     /// Folders of programs that are found before those of the system.
     pub path: Vec<PathBuf>,
-    /// A listening socket that is reachable from inside; its path there is in `KERNELFLEET_SOCKET`.
+    /// A listening socket that is reachable from inside; its path there is in `KERNELFLEET_SOCKET`. The sandbox's user
+    /// becomes its owner. Where there are no namespaces, that user must be able to enter the folders above it.
     pub socket: Option<PathBuf>,
     pub env: BTreeMap<String, String>,
     pub bounds: Bounds,
@@ -103,7 +104,7 @@ pub struct Sandbox {
     orders: Channel,
     episode: Channel,
     began: Began,
-    keeper: Keeper,
+    _keeper: Keeper,
     /// After the keeper: it is removed when nothing writes into it any more.
     _folder: tempfile::TempDir,
 }
@@ -128,15 +129,8 @@ impl Drop for Keeper {
 
 impl Drop for Sandbox {
     fn drop(&mut self) {
-        let (ours, _) = match UnixStream::pair() {
-            Ok(pair) => pair,
-            Err(_) => {
-                let _ = self.keeper.0.kill();
-                return;
-            }
-        };
-        // Closes the channel before the keeper is waited for.
-        self.orders = Channel::new(ours);
+        // The keeper, which is waited for next, ends when it hears this.
+        self.orders.close();
     }
 }
 
@@ -182,7 +176,7 @@ impl Sandbox {
         };
         let mut orders = Channel::new(ours);
         match begin(&mut orders, &Order::Start(settings)) {
-            Ok((began, episode)) => Ok(Self { orders, episode, began, keeper, _folder: folder }),
+            Ok((began, episode)) => Ok(Self { orders, episode, began, _keeper: keeper, _folder: folder }),
             Err(error) => {
                 let _ = keeper.0.kill();
                 Err(error)
@@ -303,7 +297,7 @@ impl Workspace for Sandbox {
                 // A server that breaks the rules that it was given is not one to read on from.
                 Answer::File { path } => {
                     if let Err(error) = taken.add(path, frame.raw) {
-                        self.episode = Channel::new(UnixStream::pair()?.0);
+                        self.episode.close();
                         return Err(error);
                     }
                 }

@@ -25,6 +25,7 @@ const COMMAND: usize = 1 << 20;
 const TICK: Duration = Duration::from_millis(250);
 /// Time that a tree gets to end once it is killed.
 const PATIENCE: Duration = Duration::from_secs(2);
+const ENDED: &str = "\n[the shell has ended with this command; the next one begins a new shell in the same folder]\n";
 /// In place of a descriptor: the one that output goes to.
 const OUTPUT: RawFd = -2;
 /// Read of a pipe that is always full, before anything else gets its turn.
@@ -197,8 +198,9 @@ unsafe fn exec(
     // SAFETY: as this function.
     unsafe {
         libc::setsid();
-        // As the program starts; Rust ignores it.
+        // As a program expects them; the server ignores both.
         libc::signal(libc::SIGPIPE, libc::SIG_DFL);
+        libc::signal(libc::SIGXFSZ, libc::SIG_DFL);
         // Descriptors may lie where others are to be: all go up first.
         let high = |fd: RawFd| libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, 300);
         let output = high(output);
@@ -348,18 +350,28 @@ impl Jobs {
         });
     }
 
-    /// Ends what uses more memory or disk than all may, and what hangs below no holder of ours.
-    fn look(&mut self) {
-        let table = Table::now();
+    fn holders(&self) -> BTreeSet<i32> {
+        self.shell.iter().map(|s| s.tree.holder).chain(self.jobs.values().map(|t| t.holder)).collect()
+    }
+
+    /// Kills what hangs below no holder of ours: theirs was killed.
+    fn end_strays(&self, table: &Table) {
         let me = i32::try_from(std::process::id()).unwrap_or(0);
-        let holders: BTreeSet<i32> =
-            self.shell.iter().map(|s| s.tree.holder).chain(self.jobs.values().map(|t| t.holder)).collect();
+        let holders = self.holders();
         for stray in table.children(me).filter(|p| !holders.contains(p)) {
             for pid in table.below(stray) {
                 tree::signal(pid, libc::SIGKILL);
             }
             tree::signal(stray, libc::SIGKILL);
         }
+    }
+
+    /// Ends what uses more memory or disk than all may, and strays.
+    fn look(&mut self) {
+        let table = Table::now();
+        let me = i32::try_from(std::process::id()).unwrap_or(0);
+        let holders = self.holders();
+        self.end_strays(&table);
         let all = table.below(me);
         let mut why = None;
         if tree::memory(&all) > self.caps.memory
@@ -458,15 +470,20 @@ impl Jobs {
                 }
                 // All that the command said itself lies in the pipe by now.
                 shell.tree.pump();
-                self.crowded();
+                if tree::doomed(shell.tree.holder) {
+                    // The command killed all that it could.
+                    self.end_shell();
+                    self.note(ENDED);
+                } else {
+                    tree::signal(shell.tree.holder, libc::SIGCONT);
+                    self.crowded();
+                }
                 return Ok(self.told(ran));
             }
             if let Some(status) = shell.tree.ended {
                 ran.status = Some(status);
                 self.end_shell();
-                let note =
-                    "\n[the shell has ended with this command; the next one begins a new shell in the same folder]\n";
-                self.note(note);
+                self.note(ENDED);
                 return Ok(self.told(ran));
             }
             if Instant::now() >= end {
@@ -520,6 +537,7 @@ impl Jobs {
             unsafe { libc::kill(-1, libc::SIGKILL) };
         }
         self.reap();
+        self.end_strays(&Table::now());
     }
 
     /// A command that left next to no room for the next one has to go.
@@ -633,11 +651,23 @@ fn quoted(text: &str) -> String {
     format!("'{}'", text.replace('\'', r"'\''"))
 }
 
-/// Bytes and number of files below some folders.
+/// Bytes and number of files below some folders. What is laid so deep that it can't be looked at is too much.
 fn usage(folders: &[PathBuf]) -> (u64, u64) {
-    use std::os::unix::fs::MetadataExt;
-    let entries = folders.iter().flat_map(walkdir::WalkDir::new).filter_map(Result::ok);
-    entries
-        .filter_map(|e| e.metadata().ok())
-        .fold((0, 0), |(bytes, files), about| (bytes + about.blocks() * 512, files + 1))
+    use std::os::unix::fs::{MetadataExt, PermissionsExt};
+    let (mut bytes, mut files) = (0, 0);
+    for found in folders.iter().flat_map(walkdir::WalkDir::new) {
+        match found.map_err(|e| (e.path().map(Path::to_owned), e.into_io_error().and_then(|e| e.raw_os_error()))) {
+            Ok(entry) => {
+                files += 1;
+                bytes += entry.metadata().map_or(0, |about| about.blocks() * 512);
+            }
+            // Closed by its owner, who is ours as well: open for the next look.
+            Err((Some(path), Some(libc::EACCES))) => {
+                let _ = std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o700));
+            }
+            Err((_, Some(libc::ENAMETOOLONG))) => return (u64::MAX, u64::MAX),
+            Err(_) => {}
+        }
+    }
+    (bytes, files)
 }

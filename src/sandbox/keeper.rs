@@ -4,7 +4,7 @@
 //! each episode, and only ever kills what runs there. It ends when its channel closes.
 
 use std::fs;
-use std::io::{self, Read, Write};
+use std::io;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::{PermissionsExt, chown};
 use std::os::unix::net::UnixStream;
@@ -15,7 +15,8 @@ use super::files::Files;
 use super::jobs::{Caps, Jobs, Program};
 use super::wire::{Began, Channel, Order, Settings};
 use super::{
-    Confinement, Limits, Probe, drop_bounding, drop_capabilities, episode, kill_user, new_user, root, seccomp, tree,
+    Confinement, Limits, Probe, drop_bounding, drop_capabilities, episode, keep_capabilities, kill_user, new_user,
+    root, seccomp, tree,
 };
 
 /// What a sandbox's programs may read of `/proc` where they can't have one of their own.
@@ -27,6 +28,10 @@ const NAMESPACES: i32 = libc::CLONE_NEWNS
     | libc::CLONE_NEWIPC
     | libc::CLONE_NEWUTS
     | libc::CLONE_NEWCGROUP;
+
+/// Capabilities that root keeps as a keeper: files and processes of its sandbox's user, namespaces and mounts.
+/// By their numbers: CHOWN, DAC_OVERRIDE, DAC_READ_SEARCH, FOWNER, KILL, SETGID, SETUID, SETPCAP, SYS_ADMIN.
+const KEPT: [u32; 9] = [0, 1, 2, 3, 5, 6, 7, 8, 21];
 
 /// How episodes are begun on this host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,6 +49,19 @@ struct Keeper {
     user: Option<(u32, u32)>,
     notes: Vec<String>,
     episode: Option<i32>,
+    /// What the episode's files hang on, where they are in memory.
+    files: Option<OwnedFd>,
+    /// What earlier ones left: out of everybody's reach, to be freed when there is time.
+    waste: Vec<Waste>,
+}
+
+#[derive(Debug)]
+enum Waste {
+    /// Freed when it is dropped.
+    Files {
+        _hold: OwnedFd,
+    },
+    Folder(PathBuf),
 }
 
 /// The hidden subcommand `sandbox-server`: serves its agent on descriptor 3.
@@ -69,15 +87,32 @@ pub fn main() -> std::process::ExitCode {
 fn serve(mut channel: Channel) {
     let Ok(first) = channel.receive::<Order>(None) else { return };
     let Order::Start(settings) = first.body else { return };
-    let mut keeper = Keeper { settings, mode: Mode::Plain, user: None, notes: Vec::new(), episode: None };
+    if let Err(error) = keep_capabilities(&KEPT) {
+        let _ = channel.send(&Err::<Began, _>(note("the keeper's capabilities", &error)), &[], None);
+        return;
+    }
+    let mut keeper = Keeper {
+        settings,
+        mode: Mode::Plain,
+        user: None,
+        notes: Vec::new(),
+        episode: None,
+        files: None,
+        waste: Vec::new(),
+    };
     let mut began = keeper.first();
     loop {
         let sent = match began {
             Ok((began, fd)) => channel.send(&Ok::<_, String>(began), &[], Some(fd.as_fd())),
             Err(error) => channel.send(&Err::<Began, _>(error.to_string()), &[], None),
         };
+        keeper.free();
         if sent.is_err() || channel.receive::<Order>(None).is_err() {
-            return keeper.end();
+            keeper.end();
+            keeper.free();
+            // The agent removes its folder itself, unless it is gone.
+            let _ = fs::remove_dir_all(&keeper.settings.folder);
+            return;
         }
         keeper.end();
         began = keeper.begin();
@@ -158,7 +193,7 @@ impl Keeper {
             chown(socket, Some(uid), Some(gid)).map_err(|e| io::Error::other(note("the socket", &e)))?;
         }
         let (ours, theirs) = UnixStream::pair()?;
-        let (mut ready, ready_end) = io::pipe()?;
+        let (ready, ready_end) = UnixStream::pair()?;
         let flags = match self.mode {
             Mode::Namespaces(flags) => flags,
             Mode::Plain => 0,
@@ -177,19 +212,18 @@ impl Keeper {
         let pid = i32::try_from(pid).unwrap_or(0);
         self.episode = Some(pid);
         drop((theirs, ready_end));
-        let mut said = String::new();
-        ready.read_to_string(&mut said)?;
-        if said != "ready" {
-            let why = if said.is_empty() { "the episode's server ended before it was ready".into() } else { said };
-            return Err(io::Error::other(why));
-        }
+        let frame = Channel::new(ready)
+            .receive::<Result<(), String>>(None)
+            .map_err(|e| io::Error::other(note("the episode's server ended before it was ready", &e)))?;
+        frame.body.map_err(io::Error::other)?;
+        self.files = frame.fd;
         Ok((Began { workspace: self.workspace(), isolation: self.holds(), notes: self.notes.clone() }, ours.into()))
     }
 
     /// The episode's process: confines itself, says that it is ready, serves.
     fn child(&self, channel: OwnedFd, ready: OwnedFd, who: (u32, u32)) -> io::Result<()> {
         // SAFETY: plain descriptors; those below 5 are named by nobody else in this process from here on.
-        let (mut ready, channel) = unsafe {
+        let (ready, channel) = unsafe {
             let high = libc::fcntl(ready.as_raw_fd(), libc::F_DUPFD_CLOEXEC, 10);
             if high < 0 || libc::dup3(channel.as_raw_fd(), 3, libc::O_CLOEXEC) != 3 {
                 return Err(io::Error::last_os_error());
@@ -200,24 +234,25 @@ impl Keeper {
             libc::syscall(libc::SYS_close_range, 5u32, u32::MAX, 0u32);
             // What these owned is closed or moved by now, and must not be closed again.
             std::mem::forget((channel, ready));
-            (fs::File::from_raw_fd(4), UnixStream::from(OwnedFd::from_raw_fd(3)))
+            (UnixStream::from(OwnedFd::from_raw_fd(4)), UnixStream::from(OwnedFd::from_raw_fd(3)))
         };
         let mapped = match self.mode {
             Mode::Namespaces(flags) if flags & libc::CLONE_NEWUSER != 0 => map(who),
             _ => Ok(()),
         };
-        let begun = mapped.and_then(|()| self.confine()).and_then(|program| {
+        let mut ready = Channel::new(ready);
+        let begun = mapped.and_then(|()| self.confine()).and_then(|(program, hold)| {
             let files = Files::open(&self.workspace())?;
             std::env::set_current_dir(files.root())?;
-            Ok((program, files))
+            Ok((program, hold, files))
         });
         match begun {
-            Ok((program, files)) => {
+            Ok((program, hold, files)) => {
                 let watched =
                     if self.plain() { ["workspace", "home", "tmp"].map(|n| self.place(n)).to_vec() } else { vec![] };
                 let jobs = Jobs::new(program, self.caps(), watched);
-                ready.write_all(b"ready")?;
-                drop(ready);
+                ready.send(&Ok::<(), String>(()), &[], hold.as_ref().map(AsFd::as_fd))?;
+                drop((ready, hold));
                 episode::serve(Channel::new(channel), &files, jobs);
                 if !self.plain() {
                     // The first process of its namespace: all others end with it.
@@ -225,7 +260,7 @@ impl Keeper {
                 }
                 Ok(())
             }
-            Err(error) => ready.write_all(error.to_string().as_bytes()),
+            Err(error) => ready.send(&Err::<(), _>(error.to_string()), &[], None),
         }
     }
 
@@ -242,8 +277,8 @@ impl Keeper {
         }
     }
 
-    /// Gives up all that the episode's server and its commands must not have.
-    fn confine(&self) -> io::Result<Program> {
+    /// Gives up all that the episode's server and its commands must not have. Returns what its files hang on, too.
+    fn confine(&self) -> io::Result<(Program, Option<OwnedFd>)> {
         let step = |what: &str, done: io::Result<()>| done.map_err(|e| io::Error::other(note(what, &e)));
         let bounds = &self.settings.bounds;
         let mut env = self.settings.env.clone();
@@ -253,6 +288,7 @@ impl Keeper {
         read.extend(self.settings.read.iter().filter_map(|p| p.canonicalize().ok()));
         let (mut write, home, temp, socket);
         let plain = self.plain();
+        let mut hold = None;
         if plain {
             write = ["workspace", "home", "tmp"].map(|n| self.place(n)).to_vec();
             (home, temp) = (self.place("home"), self.place("tmp"));
@@ -260,7 +296,8 @@ impl Keeper {
             write.extend(root::DEVICES.map(PathBuf::from));
             read.extend(FACTS.map(PathBuf::from));
         } else {
-            step("the file tree", root::enter(&self.settings, self.who()))?;
+            let entered = root::enter(&self.settings, self.who());
+            hold = Some(entered.map_err(|e| io::Error::other(note("the file tree", &e)))?);
             let name = c"sandbox";
             // SAFETY: a name of seven bytes that lives.
             unsafe { libc::sethostname(name.as_ptr(), 7) };
@@ -328,8 +365,10 @@ impl Keeper {
         unsafe {
             libc::prctl(libc::PR_SET_DUMPABLE, 0, 0, 0, 0);
             libc::prctl(libc::PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0);
+            // A file over the limit is an error to tell and no reason to end.
+            libc::signal(libc::SIGXFSZ, libc::SIG_IGN);
         }
-        Ok(Program { bash, env, ruleset, workspace: self.workspace() })
+        Ok((Program { bash, env, ruleset, workspace: self.workspace() }, hold))
     }
 
     fn holds(&self) -> Vec<String> {
@@ -372,9 +411,7 @@ impl Keeper {
                     break;
                 }
             }
-            for name in ["workspace", "home", "tmp"] {
-                let _ = clear(&self.place(name));
-            }
+            self.set_aside();
             if let Some((uid, _)) = self.user {
                 for folder in ["/dev/shm", "/tmp", "/var/tmp", "/dev/mqueue"] {
                     sweep(Path::new(folder), uid);
@@ -387,6 +424,32 @@ impl Keeper {
             while unsafe { libc::waitpid(pid, &raw mut status, 0) } < 0
                 && io::Error::last_os_error().kind() == io::ErrorKind::Interrupted
             {}
+            self.waste.extend(self.files.take().map(|hold| Waste::Files { _hold: hold }));
+        }
+    }
+
+    /// Moves an episode's folders to where its user can't follow.
+    fn set_aside(&mut self) {
+        let old = self.place("old");
+        for name in ["workspace", "home", "tmp"] {
+            let path = self.place(name);
+            let aside = old.join(name);
+            let moved = fs::create_dir_all(&old)
+                .and_then(|()| fs::set_permissions(&old, fs::Permissions::from_mode(0o700)))
+                .and_then(|()| fs::rename(&path, &aside));
+            match moved {
+                Ok(()) => self.waste.push(Waste::Folder(aside)),
+                Err(_) => drop(clear(&path)),
+            }
+        }
+    }
+
+    /// Frees what earlier episodes left.
+    fn free(&mut self) {
+        for waste in self.waste.drain(..) {
+            if let Waste::Folder(path) = waste {
+                let _ = clear(&path);
+            }
         }
     }
 }
@@ -412,20 +475,32 @@ fn tasks_of(uid: u32) -> u64 {
     ours.map(|e| fs::read_dir(e.path().join("task")).map_or(1, |t| t.count() as u64)).sum()
 }
 
-/// Removes a folder of the sandbox, whatever rights its user took from its parts. Nobody runs in it any more.
+/// Removes a folder of the sandbox, however deep it is and whatever rights its user took from its parts: each folder
+/// in it is moved to the top before it is emptied. Nobody runs in it any more.
 fn clear(path: &Path) -> io::Result<()> {
-    match fs::remove_dir_all(path) {
-        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {}
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        other => return other,
+    if path.symlink_metadata().is_err_and(|e| e.kind() == io::ErrorKind::NotFound) {
+        return Ok(());
     }
     let mut left = vec![path.to_owned()];
+    let mut count = 0u64;
     while let Some(folder) = left.pop() {
         fs::set_permissions(&folder, fs::Permissions::from_mode(0o700))?;
-        let below = fs::read_dir(&folder)?.flatten();
-        left.extend(below.filter(|e| e.file_type().is_ok_and(|t| t.is_dir())).map(|e| e.path()));
+        for entry in fs::read_dir(&folder)? {
+            let entry = entry?;
+            if entry.file_type()?.is_dir() {
+                // A folder that moves is written to, for the name of the one above it.
+                fs::set_permissions(entry.path(), fs::Permissions::from_mode(0o700))?;
+                let top = path.with_extension(format!("gone{count}"));
+                count += 1;
+                fs::rename(entry.path(), &top)?;
+                left.push(top);
+            } else {
+                fs::remove_file(entry.path())?;
+            }
+        }
+        fs::remove_dir(&folder)?;
     }
-    fs::remove_dir_all(path)
+    Ok(())
 }
 
 /// Removes what a user of ours left in a folder of the host.

@@ -281,16 +281,27 @@ fn checked(result: libc::c_int) -> io::Result<()> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
+/// `_LINUX_CAPABILITY_VERSION_3`: effective, permitted and inheritable, each as a low and a high word.
+const CAPABILITY_VERSION: u32 = 0x2008_0522;
+
 /// Root without its powers: for programs that only root can read. Runs in the forked child.
 fn drop_capabilities() -> io::Result<()> {
-    /// `_LINUX_CAPABILITY_VERSION_3`: two words of 32 for each set.
-    const VERSION: u32 = 0x2008_0522;
-    let header = [VERSION, 0];
-    let none = [0u32; 6];
     drop_bounding()?;
-    // SAFETY: a system call on two arrays of the sizes that version 3 has.
+    keep_capabilities(&[])
+}
+
+/// Leaves of the capabilities held those that are named by number, all below 32; makes system calls only.
+fn keep_capabilities(kept: &[u32]) -> io::Result<()> {
+    let header = [CAPABILITY_VERSION, 0];
+    let mut sets = [0u32; 6];
+    let mask = kept.iter().fold(0, |mask, capability| mask | 1u32 << capability);
+    // SAFETY: system calls on two arrays of the sizes that version 3 has.
     unsafe {
-        if libc::syscall(libc::SYS_capset, header.as_ptr(), none.as_ptr()) < 0 {
+        if libc::syscall(libc::SYS_capget, header.as_ptr(), sets.as_mut_ptr()) < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        let sets = [sets[0] & mask, sets[1] & mask, 0, 0, 0, 0];
+        if libc::syscall(libc::SYS_capset, header.as_ptr(), sets.as_ptr()) < 0 {
             return Err(io::Error::last_os_error());
         }
     }

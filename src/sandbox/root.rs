@@ -6,8 +6,9 @@
 use std::ffi::CString;
 use std::fs;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{PermissionsExt, chown, symlink};
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt, chown, symlink};
 use std::path::{Path, PathBuf};
 
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
@@ -52,8 +53,9 @@ fn at<T>(what: &str, path: &Path, done: Result<T, impl Into<io::Error>>) -> io::
     done.map_err(|e| io::Error::other(format!("{what} {}: {}", path.display(), e.into())))
 }
 
-/// Makes the tree on `settings.folder` and moves into it for good. `user` is who will live there.
-pub fn enter(settings: &Settings, user: (u32, u32)) -> io::Result<()> {
+/// Makes the tree on `settings.folder` and moves into it for good. `user` is who will live there. As long as somebody
+/// holds what it returns, the files of the tree are not freed.
+pub fn enter(settings: &Settings, user: (u32, u32)) -> io::Result<OwnedFd> {
     const NONE: Option<&str> = None;
     let root = settings.folder.canonicalize()?;
     let safe = MsFlags::MS_NOSUID | MsFlags::MS_NODEV;
@@ -73,6 +75,7 @@ pub fn enter(settings: &Settings, user: (u32, u32)) -> io::Result<()> {
         chown(&folder, Some(user.0), Some(user.1))?;
         bind(&folder, &inside(path))?;
     }
+    let hold = fs::OpenOptions::new().read(true).custom_flags(libc::O_PATH).open(&disk)?.into();
     at("to unmount", &disk, umount2(&disk, MntFlags::MNT_DETACH))?;
     fs::remove_dir(&disk)?;
     // After the folders that can be written, since a toolchain may lie in what is one of them here.
@@ -136,7 +139,8 @@ pub fn enter(settings: &Settings, user: (u32, u32)) -> io::Result<()> {
     std::env::set_current_dir(&root)?;
     at("to move into", &root, nix::unistd::pivot_root(".", "."))?;
     at("to leave", Path::new("/"), umount2(".", MntFlags::MNT_DETACH))?;
-    std::env::set_current_dir("/")
+    std::env::set_current_dir("/")?;
+    Ok(hold)
 }
 
 /// Shows a file or a folder of the host at `target`, with all that is mounted on it.

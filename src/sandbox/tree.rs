@@ -107,6 +107,16 @@ pub fn shared_memory(processes: &BTreeSet<i32>) -> Option<u64> {
     Some(total)
 }
 
+/// Whether a process has ended or is about to, for a signal that can't be caught.
+pub fn doomed(pid: i32) -> bool {
+    let Ok(text) = std::fs::read_to_string(format!("/proc/{pid}/status")) else { return true };
+    let field = |key: &str| text.lines().find_map(|l| l.strip_prefix(key)).map_or("", str::trim);
+    let killed = ["SigPnd:", "ShdPnd:"]
+        .iter()
+        .any(|key| u64::from_str_radix(field(key), 16).is_ok_and(|pending| pending & 1 << (libc::SIGKILL - 1) != 0));
+    killed || field("State:").starts_with(['Z', 'X'])
+}
+
 pub fn signal(pid: i32, number: i32) {
     if pid > 1 {
         // SAFETY: kill takes plain numbers; a process that is gone gives an error that we want to ignore.

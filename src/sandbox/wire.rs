@@ -102,6 +102,11 @@ impl Channel {
         Self { stream }
     }
 
+    /// Tells the other end that nothing more comes.
+    pub fn close(&self) {
+        let _ = self.stream.shutdown(std::net::Shutdown::Both);
+    }
+
     pub fn send(&mut self, body: &impl Serialize, raw: &[u8], fd: Option<BorrowedFd<'_>>) -> io::Result<()> {
         let text = serde_json::to_vec(body)?;
         if text.len() > MAX_TEXT || raw.len() > MAX_RAW {
