@@ -99,6 +99,9 @@ impl Facts {
         ] {
             description.insert(key.to_owned(), facts[key].clone());
         }
+        // Two transfers a clock.
+        let gbps = 2.0 * f64::from(card.memory_clock_khz) * f64::from(card.memory_bus_bits) / 8.0 / 1e6;
+        description.insert("memory_gbps".to_owned(), json!(gbps.round()));
         Ok(Self {
             class: format!("{} {said}", card.name),
             arch,

@@ -396,10 +396,10 @@ impl Judge {
             let estimate = host.ask(&body, &[], MINUTES).map_err(fail)?.body;
             let number = |key: &str| estimate[key].as_u64().unwrap_or(0);
             let set = number("input_bytes") + number("output_bytes");
-            slots = usize::try_from((16u64 << 30) / set.max(1)).unwrap_or(1).clamp(1, 10);
+            slots = usize::try_from((6u64 << 30) / set.max(1)).unwrap_or(1).clamp(1, 10);
             // The check keeps copies in double precision beside the sets that are measured on, the runner its own
             // workspaces, each process a context.
-            let need = number("parameter_bytes") * 6 + number("peak_bytes") * 6 + set * (slots as u64 + 2) + (3 << 30);
+            let need = number("parameter_bytes") * 5 + number("peak_bytes") * 4 + set * (slots as u64 + 2) + (2 << 30);
             let most = self.device.memory_bytes.saturating_sub(4 << 30);
             if number("parameter_bytes") + number("peak_bytes") > most {
                 return Err(Error::request(

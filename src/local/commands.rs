@@ -456,8 +456,8 @@ fn one_job(
                 .parallelism
                 .and_then(|most| usize::try_from(most).ok())
                 .unwrap_or(usize::MAX)
-                .min(environment.toolchain.threads / 2)
-                .clamp(1, 8),
+                .min(environment.toolchain.threads * 3 / 4)
+                .clamp(1, 12),
         },
     };
     eprintln!(

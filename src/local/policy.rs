@@ -11,6 +11,10 @@ use crate::agent::builtin::{Facts, Form, Variant, propose};
 use crate::judge::{Candidate, Device, TaskSource, Verdict};
 use crate::task::graph::Graph;
 
+/// Kernels that move what they are given at this share of the memory's rate have nothing left that block sizes
+/// could give.
+const STREAMING: f64 = 0.88;
+
 /// A variant must be faster than the defaults by this factor for its value to count.
 const BETTER: f64 = 0.99;
 
@@ -52,13 +56,15 @@ struct Sweep {
     batch: Vec<(usize, Variant)>,
     /// The fastest form and the time of its defaults, microseconds.
     base: Option<(usize, f64)>,
+    /// The defaults of the fastest form are bound by memory alone.
+    streaming: bool,
     /// Best value of each parameter that beats the defaults, with its time.
     best: BTreeMap<String, (i64, f64)>,
 }
 
 impl Sweep {
     const fn new(forms: Vec<Form>) -> Self {
-        Self { forms, stage: Stage::Defaults, batch: Vec::new(), base: None, best: BTreeMap::new() }
+        Self { forms, stage: Stage::Defaults, batch: Vec::new(), base: None, streaming: false, best: BTreeMap::new() }
     }
 }
 
@@ -69,7 +75,7 @@ impl Episode for Sweep {
                 self.stage = Stage::Others;
                 self.forms.iter().map(|form| form.variant(&BTreeMap::new())).enumerate().collect()
             }
-            (Stage::Others, Some((fastest, _))) => {
+            (Stage::Others, Some((fastest, _))) if !self.streaming => {
                 self.stage = Stage::Together;
                 self.forms[fastest].candidates().into_iter().skip(1).map(|variant| (fastest, variant)).collect()
             }
@@ -83,7 +89,7 @@ impl Episode for Sweep {
         let idea = |form: &Form, variant: &Variant| {
             let mut words = form.covered.join(", ");
             let parameters = Some(variant.parameters.as_str()).filter(|&text| text != "defaults");
-            let details: Vec<&str> = form.layout.into_iter().chain(parameters).collect();
+            let details: Vec<&str> = form.label.into_iter().chain(parameters).collect();
             if !details.is_empty() {
                 words.push_str(&format!(" ({})", details.join(", ")));
             }
@@ -98,6 +104,7 @@ impl Episode for Sweep {
         if self.stage == Stage::Others {
             if self.base.is_none_or(|(_, known)| time < known) {
                 self.base = Some((*form, time));
+                self.streaming = streams(verdict, time);
             }
             return;
         }
@@ -108,6 +115,13 @@ impl Episode for Sweep {
             self.best.insert(name.to_owned(), (value, time));
         }
     }
+}
+
+/// Whether all that its launches touch, each tensor once a launch, went by at nearly the memory's rate.
+fn streams(verdict: &Verdict, time_us: f64) -> bool {
+    let rate = verdict.device.get("memory_gbps").and_then(serde_json::Value::as_f64).unwrap_or(0.0);
+    let bytes: u64 = verdict.launches.iter().map(|launch| launch.bytes).sum();
+    rate > 0.0 && bytes as f64 > STREAMING * rate * 1e3 * time_us
 }
 
 #[cfg(test)]
@@ -180,6 +194,21 @@ mod tests {
             }
             assert!(!sweep.next().is_empty());
             assert!(sweep.batch.iter().all(|(form, _)| *form == fastest));
+        }
+    }
+
+    #[test]
+    fn a_kernel_at_the_rate_of_the_memory_is_not_swept() {
+        for (gbps, swept) in [(3000.0, false), (6000.0, true)] {
+            let mut sweep = sweep();
+            sweep.next();
+            let mut found = verdict(Some(10.0));
+            found.device.insert("memory_gbps".into(), json!(gbps));
+            let launch = json!({"name": "k", "time_us": 10.0, "share": 1.0, "registers": null, "shared_bytes": null,
+                "local_bytes": null, "occupancy": null, "bytes": 28_000_000, "line": null});
+            found.launches.push(serde_json::from_value(launch).unwrap());
+            sweep.learn(0, &found);
+            assert_eq!(!sweep.next().is_empty(), swept);
         }
     }
 

@@ -98,6 +98,15 @@ impl Progress {
         }
     }
 
+    /// A task waits for another try.
+    pub fn leave(&self, task: &str) {
+        if let Kind::Bars { tasks, .. } = &self.0
+            && let Some(bar) = tasks.lock().unwrap_or_else(PoisonError::into_inner).remove(task)
+        {
+            bar.finish_and_clear();
+        }
+    }
+
     /// Takes the bars away.
     pub fn end(&self) {
         if let Kind::Bars { whole, .. } = &self.0 {

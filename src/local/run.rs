@@ -117,7 +117,8 @@ pub fn run(
 ) -> Vec<Option<Outcome>> {
     let results: Mutex<Vec<Option<Outcome>>> = Mutex::new(vec![None; tasks.len()]);
     let queue: Mutex<VecDeque<usize>> = Mutex::new((0..tasks.len()).collect());
-    let work = || {
+    let alone: Mutex<VecDeque<usize>> = Mutex::default();
+    let work = |queue: &Mutex<VecDeque<usize>>, last: bool| {
         loop {
             let next = queue.lock().unwrap_or_else(PoisonError::into_inner).pop_front();
             let Some(index) = next else { return };
@@ -125,7 +126,11 @@ pub fn run(
                 return;
             }
             let Some(task) = tasks.get(index) else { return };
-            let outcome = one(task, court, policy, settings, progress, stop);
+            let outcome = one(task, court, policy, settings, progress, stop, last);
+            if !last && outcome.as_ref().is_some_and(|o| o.state == State::Failed) {
+                alone.lock().unwrap_or_else(PoisonError::into_inner).push_back(index);
+                continue;
+            }
             if let Some(outcome) = outcome {
                 let mut results = results.lock().unwrap_or_else(PoisonError::into_inner);
                 if let Some(place) = results.get_mut(index) {
@@ -136,9 +141,11 @@ pub fn run(
     };
     std::thread::scope(|scope| {
         for _ in 0..settings.workers.clamp(1, tasks.len().max(1)) {
-            scope.spawn(work);
+            scope.spawn(|| work(&queue, settings.workers == 1));
         }
     });
+    // What failed beside others, for want of memory most of all, has the device to itself now.
+    work(&alone, true);
     results.into_inner().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -167,6 +174,7 @@ fn one(
     settings: &Settings,
     progress: &Progress,
     stop: &AtomicBool,
+    last: bool,
 ) -> Option<Outcome> {
     let folder = task_folder(&settings.folder, &task.name);
     let key = key(task, settings);
@@ -199,7 +207,13 @@ fn one(
     {
         progress.note(&format!("{}: the result could not be kept in {}: {error}", task.name, folder.display()));
     }
-    progress.done(&outcome, false);
+    if !last && outcome.state == State::Failed {
+        let why = outcome.reason.as_deref().unwrap_or("a fault");
+        progress.note(&format!("{}: {why}; it is tried again at the end, alone", task.name));
+        progress.leave(&task.name);
+    } else {
+        progress.done(&outcome, false);
+    }
     Some(outcome)
 }
 
@@ -492,6 +506,61 @@ mod tests {
         assert_eq!(ends[2], (State::Refused, Some("line 3: no class Model".into()), None));
         assert_eq!(ends[3], (State::Failed, Some("the reference host ended".into()), None));
         assert_eq!(ends[4], (State::Judged, None, Some(-1)));
+    }
+
+    /// A judge that fails while several tasks are open.
+    #[derive(Default)]
+    struct Crowded {
+        paper: Paper,
+        open: AtomicUsize,
+    }
+
+    struct Seat<'a>(&'a Crowded, Box<dyn Bench + 'a>);
+
+    impl Drop for Seat<'_> {
+        fn drop(&mut self) {
+            self.0.open.fetch_sub(1, Ordering::SeqCst);
+        }
+    }
+
+    impl Court for Crowded {
+        fn open(&self, task: &TaskSource) -> Result<Box<dyn Bench + '_>, Trouble> {
+            self.open.fetch_add(1, Ordering::SeqCst);
+            let seat = Seat(self, self.paper.open(task)?);
+            std::thread::sleep(std::time::Duration::from_millis(50));
+            if self.open.load(Ordering::SeqCst) > 1 {
+                return Err(Trouble::Fault("no memory".into()));
+            }
+            Ok(Box::new(seat))
+        }
+    }
+
+    impl Bench for Seat<'_> {
+        fn check(&mut self) -> Result<Vec<String>, Trouble> {
+            self.1.check()
+        }
+        fn trace(&mut self) -> Result<Graph, Trouble> {
+            self.1.trace()
+        }
+        fn judge(
+            &mut self,
+            candidates: &[Candidate],
+            effort: Effort,
+            told: &mut dyn FnMut(usize, Verdict),
+        ) -> Result<(), Trouble> {
+            self.1.judge(candidates, effort, told)
+        }
+    }
+
+    #[test]
+    fn what_failed_beside_others_is_tried_again_alone() {
+        let folder = tempfile::tempdir().unwrap();
+        let settings = Settings { workers: 4, ..settings(folder.path()) };
+        let tasks: Vec<_> = ["a", "b", "c", "d"].iter().map(|t| task(t)).collect();
+        let stop = AtomicBool::new(false);
+        let outcomes = run(&tasks, &Crowded::default(), &Listed, &settings, &Progress::silent(), &stop);
+        let judged = outcomes.iter().flatten().filter(|o| o.state == State::Judged).count();
+        assert_eq!(judged, 4);
     }
 
     #[test]

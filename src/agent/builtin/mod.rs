@@ -12,6 +12,7 @@
 //! ```
 
 mod emit;
+mod gemm;
 mod index;
 mod ir;
 mod kernels;
@@ -46,6 +47,8 @@ pub struct Facts {
     /// Channels-last convolutions are proposed on the CPU device too, where they are seldom faster: for tests, since
     /// a candidate of that device can be run anywhere.
     pub layouts_on_cpu: bool,
+    /// Matrix products are written for tensor cores, where they are fit for it; set by `propose`.
+    pub products: bool,
     /// Some tensor needs 64-bit indices; set by `propose`.
     pub wide: bool,
 }
@@ -58,6 +61,7 @@ impl Default for Facts {
             register_row: 32768,
             long_row: 65536,
             layouts_on_cpu: false,
+            products: false,
             wide: false,
         }
     }
@@ -83,8 +87,8 @@ pub struct Variant {
 /// One way to cut a task into kernels and library calls, with what may be tuned in it.
 #[derive(Clone, Debug)]
 pub struct Form {
-    /// Layout of its convolutions, where there is a choice.
-    pub layout: Option<&'static str>,
+    /// What distinguishes it from the task's other forms, where there are several.
+    pub label: Option<&'static str>,
     /// What was fused or left to a library, step by step.
     pub covered: Vec<String>,
     knobs: Vec<Knob>,
@@ -123,8 +127,9 @@ pub fn propose(task: &TaskSource, graph: &Graph, device: Device, facts: &Facts) 
     {
         return Err(whole("half precision on the CPU device is not attempted".into()));
     }
-    let form = |lowered: &lower::Lowered, layout| -> Result<Form, Declined> {
+    let form = |lowered: &lower::Lowered, label, products| -> Result<Form, Declined> {
         let mut facts = facts.clone();
+        facts.products = products;
         facts.wide = lowered.ir.vals.iter().any(|val| {
             // A view's size counts too: kernels walk it.
             index::numel(&val.shape) > i64::from(i32::MAX) - 65536 * 8
@@ -138,19 +143,27 @@ pub fn propose(task: &TaskSource, graph: &Graph, device: Device, facts: &Facts) 
             Some((name.to_owned(), source(&steps.source, device, facts.wide)))
         };
         let model = model(task, graph, &reference, &steps, kernels.as_ref().map(|k| k.0.as_str())).map_err(whole)?;
-        Ok(Form { layout, covered: steps.covered, knobs: steps.knobs, model, kernels })
+        Ok(Form { label, covered: steps.covered, knobs: steps.knobs, model, kernels })
     };
     // Where a task can't be written channels-last, nothing is lost.
     let layouts = device == Device::Cuda || facts.layouts_on_cpu;
     let last = if layouts { layout::channels_last(&lowered) } else { None };
     let (last, channels) =
-        last.map_or((None, vec![]), |(last, channels)| (form(&last, Some("channels last")).ok(), channels));
-    let mut forms = vec![form(&lowered, last.as_ref().map(|_| "channels first"))?];
+        last.map_or((None, vec![]), |(last, channels)| (form(&last, Some("channels last"), false).ok(), channels));
+    let mut forms = vec![form(&lowered, last.as_ref().map(|_| "channels first"), false)?];
     if let Some(last) = last {
         let (least, multiple) = CHANNELS;
         let promising = |size: i64| size >= least && size % multiple == 0;
         let first = channels.iter().all(|&(from, to)| promising(from) && promising(to));
         forms.insert(usize::from(!first), last);
+    }
+    // A product on tensor cores beside the library's, which keeps what has no form of its own.
+    if device == Device::Cuda && lowered.ir.vals.iter().any(|val| matches!(val.def, ir::Def::Matmul { .. })) {
+        let written = form(&lowered, Some("products on tensor cores"), true)?;
+        if written.covered != forms[0].covered {
+            forms[0].label.get_or_insert("products by the library");
+            forms.insert(0, written);
+        }
     }
     Ok(Proposal { forms })
 }
@@ -212,6 +225,10 @@ fn source(kernels: &str, device: Device, wide: bool) -> String {
              Vector<T, N> vector;\n#pragma unroll\n  for (int k = 0; k < N; ++k) vector.item[k] = from[k];\n  \
              *reinterpret_cast<Vector<T, N>*>(to) = vector;\n}\n\n",
         );
+    }
+    if kernels.contains(gemm::CALL) {
+        out.push_str(gemm::KERNEL);
+        out.push('\n');
     }
     let functions = ops::functions(kernels, device);
     if !functions.is_empty() {

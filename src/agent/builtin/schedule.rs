@@ -6,6 +6,7 @@
 use std::collections::{HashMap, HashSet};
 
 use super::emit::{Buffer, own};
+use super::gemm::Product;
 use super::index::{contiguous, numel};
 use super::ir::{Def, Fold, Ir, Vid, View};
 use super::kernels::{Kernel, Knob, Spec, Walk, build, refine, scan};
@@ -730,7 +731,50 @@ impl<'a> Scheduler<'a> {
         self.python.insert(format!("{name}_"), name);
     }
 
+    /// Writes a matrix product for tensor cores, where that is asked for and its operands are fit for it.
+    fn product(&mut self, vid: Vid, a: Vid, b: Vid, bias: Option<Vid>) -> Result<bool, String> {
+        let single = |v: Vid| self.ir.vals[v].dtype == Dtype::Float32;
+        if !self.facts.products || self.device != Device::Cuda || ![vid, a, b].into_iter().all(single) {
+            return Ok(false);
+        }
+        let (shape, rank) = (self.ir.shape(vid).to_vec(), self.ir.shape(vid).len());
+        // An operand with its last two dimensions exchanged is taken as it lies.
+        let lies = |operand: Vid| match self.ir.def(operand) {
+            Def::View(source, View::Permute(order)) if order.ends_with(&[rank - 1, rank - 2]) => (*source, true),
+            _ => (operand, false),
+        };
+        let ((a_source, a_turned), (b_source, b_turned)) = (lies(a), lies(b));
+        let Some(spec) =
+            Product::fit(&shape, self.ir.shape(a)[rank - 1], !a_turned, b_turned, self.facts.multiprocessors)
+        else {
+            return Ok(false);
+        };
+        if bias.is_some_and(|bias| self.ir.shape(bias) != [spec.n] || !single(bias)) {
+            return Ok(false);
+        }
+        let mut args = vec![];
+        for operand in [Some(a_source), Some(b_source), bias].into_iter().flatten() {
+            let (text, contiguous) = self.view(operand)?;
+            if !contiguous {
+                return Ok(false);
+            }
+            args.push(text);
+        }
+        let (name, output) = self.names();
+        let comment = self.describe(&[vid]);
+        self.allocate(vid, &output);
+        args.push(self.python_of(vid));
+        let (source, configuration) = spec.write(&name, bias.is_some(), &comment);
+        self.steps.lines.push(format!("KERNELS.{name}[{configuration}]({})", args.join(", ")));
+        self.steps.source.push_str(&source);
+        self.steps.covered.push(format!("product on tensor cores: {comment}"));
+        Ok(true)
+    }
+
     fn matmul(&mut self, vid: Vid, a: Vid, b: Vid, bias: Option<Vid>) -> Result<(), String> {
+        if self.product(vid, a, b, bias)? {
+            return Ok(());
+        }
         let left = self.operand(a)?;
         let bias = bias.map(|b| self.operand(b)).transpose()?;
         let tail = bias.map(|b| format!(", {b}")).unwrap_or_default();

@@ -14,7 +14,7 @@ fn case(init: &str, forward: &str, graph: &str) -> (TaskSource, Graph) {
 
 fn first(task: &TaskSource, graph: &Graph, device: Device) -> String {
     let proposal = propose(task, graph, device, &Facts::default()).unwrap();
-    let plain = proposal.forms.iter().find(|form| form.layout != Some("channels last")).unwrap();
+    let plain = proposal.forms.iter().find(|form| form.label != Some("channels last")).unwrap();
     shown(plain)
 }
 
@@ -116,7 +116,7 @@ fn a_convolution_is_offered_channels_last_too() {
     let proposal = propose(&task, &graph, Device::Cuda, &Facts::default()).unwrap();
     // Three channels are few: the layout of the task comes first.
     assert_eq!(
-        proposal.forms.iter().map(|form| form.layout).collect::<Vec<_>>(),
+        proposal.forms.iter().map(|form| form.label).collect::<Vec<_>>(),
         [Some("channels first"), Some("channels last")]
     );
     insta::assert_snapshot!(shown(&proposal.forms[1]));
@@ -162,7 +162,7 @@ fn every_traced_graph_gives_a_candidate_or_a_reason() {
             Ok(proposal) => {
                 for (number, form) in proposal.forms.iter().enumerate() {
                     let candidates = form.candidates();
-                    let layout = form.layout.unwrap_or("-");
+                    let layout = form.label.unwrap_or("-");
                     println!("OK {stem} {number} {layout} {} | {}", candidates.len(), form.covered.join(" | "));
                     let which = fact("VARIANT", 0).unsigned_abs() as usize % candidates.len();
                     let folder = std::path::Path::new(&out).join(layout.replace(' ', "_")).join(&stem);

@@ -271,3 +271,21 @@ fn every_image_of_a_folder_is_admitted() {
     assert!(refused.is_empty(), "{} of {count}: {refused:#?}", refused.len());
     println!("{count} images are admitted");
 }
+
+#[test]
+fn the_matrix_products_of_the_built_in_policy_are_admitted() {
+    let mut source = include_str!("../../agent/builtin/gemm.cu").to_owned();
+    for (name, a, b) in [("nt", true, true), ("nn", true, false), ("tt", false, true), ("tn", false, false)] {
+        source.push_str(&format!(
+            "extern \"C\" __global__ void __launch_bounds__(256) {name}(const float* a, const float* b, const float* bias, float* c) {{\n  \
+             extern __shared__ float shared[];\n  gemm<128, 128, 64, 32, 4, {a}, {b}>(a, b, bias, c, 4096, 4096, 4096, shared);\n}}\n"
+        ));
+    }
+    source.push_str(
+        "extern \"C\" __global__ void __launch_bounds__(128) small(const float* a, const float* b, float* c) {\n  \
+         extern __shared__ float shared[];\n  gemm<64, 64, 32, 32, 4, true, true>(a, b, nullptr, c, 512, 512, 4096, shared);\n}\n",
+    );
+    let Some(image) = built(&source, CUBIN) else { return };
+    let image = admit(&image, "sm_90a").unwrap();
+    assert_eq!(image.kernels.len(), 5);
+}
