@@ -36,15 +36,47 @@ spec:
                   return x
 "#;
 
+/// Rows of numbers that differ little from each other where inputs are scaled down: sums that round at each step, or a
+/// rounded mean, are off by more than the reference is.
+const NEARLY_EQUAL: &str = r#"
+apiVersion: kernelfleet.dev/v1alpha1
+kind: OptimizationJob
+metadata: {name: equal}
+spec:
+  agent: {maxTurns: 1}
+  tasks:
+    inline:
+      - name: sums
+        source: |
+          import torch
+          from torch import nn
+
+          class Model(nn.Module):
+              def __init__(self):
+                  super().__init__()
+                  self.norm = nn.GroupNorm(1, 4)
+                  self.offset = nn.Parameter(torch.randn(4, 1, 1))
+
+              def forward(self, x):
+                  y = torch.sigmoid(x + self.offset)
+                  return self.norm(y) + (y - y.mean((2, 3), keepdim=True))
+
+          def get_inputs():
+              return [torch.rand(4, 4, 128, 256)]
+
+          def get_init_inputs():
+              return []
+"#;
+
 fn program(home: &Path) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kernelfleet"));
     command.env("KERNELFLEET_CACHE", home.join("cache")).current_dir(env!("CARGO_MANIFEST_DIR"));
     command
 }
 
-fn run(home: &Path) -> Output {
+fn run(home: &Path, manifest: &str) -> Output {
     let job = home.join("job.yaml");
-    std::fs::write(&job, JOB).unwrap();
+    std::fs::write(&job, manifest).unwrap();
     let results = home.join("results");
     let arguments =
         ["run", job.to_str().unwrap(), "--device", "cpu", "-o", "json", "--results", results.to_str().unwrap()];
@@ -54,7 +86,7 @@ fn run(home: &Path) -> Output {
 #[test]
 fn a_job_gives_a_verified_kernel_a_report_and_a_package_and_is_not_done_twice() {
     let home = tempfile::tempdir().unwrap();
-    let first = run(home.path());
+    let first = run(home.path(), JOB);
     let said = String::from_utf8_lossy(&first.stderr).into_owned();
     assert!(first.status.success(), "{said}");
     let summary: serde_json::Value = serde_json::from_slice(&first.stdout).unwrap();
@@ -77,7 +109,7 @@ fn a_job_gives_a_verified_kernel_a_report_and_a_package_and_is_not_done_twice() 
     assert!(report.contains("| chain |"));
 
     let began = Instant::now();
-    let second = run(home.path());
+    let second = run(home.path(), JOB);
     assert!(second.status.success());
     assert!(String::from_utf8_lossy(&second.stderr).contains("chain: done before"));
     let again: serde_json::Value = serde_json::from_slice(&second.stdout).unwrap();
@@ -94,6 +126,16 @@ fn a_job_gives_a_verified_kernel_a_report_and_a_package_and_is_not_done_twice() 
     let check = "import torch\nfrom my_chain import Model, _reference\nm = Model().eval(); x = torch.randn(256, 4096)\nwith torch.no_grad():\n    assert m.why_reference(x) is None, m.why_reference(x)\n    torch.testing.assert_close(m(x), _reference.Model()(x))\n    assert m.why_reference(x) is None, m.why_reference(x)\n    assert 'shape' in m.why_reference(x[:2])";
     let used = Command::new(python).args(["-c", check]).current_dir(home.path()).output().unwrap();
     assert!(used.status.success(), "{}", String::from_utf8_lossy(&used.stderr));
+}
+
+#[test]
+fn sums_over_long_rows_of_nearly_equal_numbers_are_as_exact_as_the_references() {
+    let home = tempfile::tempdir().unwrap();
+    let done = run(home.path(), NEARLY_EQUAL);
+    let said = String::from_utf8_lossy(&done.stderr).into_owned();
+    assert!(done.status.success(), "{said}");
+    let summary: serde_json::Value = serde_json::from_slice(&done.stdout).unwrap();
+    assert!(summary["results"][0]["reward"].as_i64().unwrap() >= 1, "{summary}\n{said}");
 }
 
 #[test]

@@ -64,16 +64,17 @@ pub fn literal(value: f64) -> String {
     if single < 0.0 { format!("({text})") } else { text }
 }
 
-/// Accumulators of a fold: type and start value.
+/// Accumulators of a fold: type and start value. Sums are in double; how a few elements are added before they
+/// go there is the kernel's matter.
 pub const fn accumulators(fold: Fold) -> &'static [(&'static str, &'static str)] {
     match fold {
-        Fold::Sum => &[("float", "0.0f")],
+        Fold::Sum => &[("double", "0.0")],
         Fold::Prod => &[("float", "1.0f")],
         Fold::Max => &[("float", "-INFINITY")],
         Fold::Min => &[("float", "INFINITY")],
         Fold::ArgMax => &[("float", "-INFINITY"), ("index_t", "0x7fffffff")],
         Fold::ArgMin => &[("float", "INFINITY"), ("index_t", "0x7fffffff")],
-        Fold::Moments => &[("float", "0.0f"), ("float", "0.0f")],
+        Fold::Moments => &[("double", "0.0"), ("double", "0.0")],
         Fold::SoftMax => &[("float", "-INFINITY"), ("float", "0.0f")],
     }
 }
@@ -599,13 +600,19 @@ impl<'a> Writer<'a> {
     pub fn finish(&self, reduce: Vid, names: &[String], pivot: &str) -> Vec<(String, Ty)> {
         let Def::Reduce { fold, arg, dims } = self.ir.def(reduce) else { return vec![] };
         let count: i64 = dims.iter().map(|&d| self.ir.shape(*arg)[d]).product();
-        let n = literal(count as f64);
         match fold {
+            Fold::Sum => vec![(format!("(float){}", names[0]), Ty::Float)],
             Fold::ArgMax | Fold::ArgMin => vec![(names[1].clone(), Ty::Int)],
-            Fold::Moments => vec![
-                (format!("{pivot} + {} / {n}", names[0]), Ty::Float),
-                (format!("pt_clamp_min(({1} - {0} * ({0} / {n})) / {n}, 0.0f)", names[0], names[1]), Ty::Float),
-            ],
+            Fold::Moments => {
+                let each = format!("{:?}", 1.0 / count as f64);
+                let mean = format!("({pivot} + {} * {each})", names[0]);
+                let square = format!("({1} - {0} * {0} * {each}) * {each}", names[0], names[1]);
+                vec![
+                    (format!("(float){mean}"), Ty::Float),
+                    (format!("(float)({mean} - (float){mean})"), Ty::Float),
+                    (format!("pt_clamp_min((float)({square}), 0.0f)"), Ty::Float),
+                ]
+            }
             _ => names.iter().map(|name| (name.clone(), Ty::Float)).collect(),
         }
     }

@@ -19,8 +19,8 @@ pub enum Fold {
     Min,
     ArgMax,
     ArgMin,
-    /// Sums of `x - k` and of its square, k being the first element of the row: mean and variance without
-    /// cancellation, in one pass.
+    /// Sums of `x - k` and of its square, k being the first element of the row, in one pass: the mean, what
+    /// its rounding left (`x - mean - rest` is exact where `x` is near the mean), the variance.
     Moments,
     /// Maximum, and sum of `exp(x - maximum)`, in one pass.
     SoftMax,
@@ -30,9 +30,16 @@ impl Fold {
     /// Number of values that one fold gives.
     pub const fn results(self) -> usize {
         match self {
-            Self::Moments | Self::SoftMax => 2,
+            Self::Moments => 3,
+            Self::SoftMax => 2,
             _ => 1,
         }
+    }
+
+    /// Whether it adds up: its sums are kept in double, since a long row of nearly equal numbers rounds the same
+    /// way at each step.
+    pub const fn sums(self) -> bool {
+        matches!(self, Self::Sum | Self::Moments)
     }
 }
 
@@ -289,7 +296,10 @@ impl Ir {
             return match fold {
                 Fold::Sum | Fold::Prod | Fold::Max | Fold::Min => vec![arg],
                 Fold::ArgMax | Fold::ArgMin => vec![self.expand_number(0.0, &shape, Dtype::Int64)],
-                Fold::Moments => vec![arg, self.point("mul", &[arg, zero], dtype)],
+                Fold::Moments => {
+                    let nothing = self.point("mul", &[arg, zero], dtype);
+                    vec![arg, nothing, nothing]
+                }
                 Fold::SoftMax => vec![arg, self.expand_number(1.0, &shape, dtype)],
             };
         }

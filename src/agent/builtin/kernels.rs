@@ -91,9 +91,90 @@ struct Space {
     inner: Vec<VarId>,
 }
 
-struct Names {
-    upper: String,
-    index: &'static str,
+/// How the accumulators of a fold are laid out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Sums {
+    /// One of its own type for each lane of a vector.
+    Plain,
+    /// The lanes of one vector are added pairwise in float (equal numbers without error), then to one double.
+    Vectors,
+    /// Each lane adds `BATCH` vectors in float, then to a double of its own: loops stay as wide as floats are.
+    Batches,
+}
+
+/// Vectors that are added in float on the CPU before they go to a double.
+const BATCH: i64 = 8;
+
+impl Sums {
+    fn of(fold: Fold, device: Device, columns: bool) -> Self {
+        match (fold.sums(), device) {
+            (true, Device::Cpu) => Self::Batches,
+            (true, Device::Cuda) if !columns => Self::Vectors,
+            _ => Self::Plain,
+        }
+    }
+
+    /// What stands before the loop.
+    fn declare(self, body: &mut Vec<String>, fold: Fold, arrays: &[String], whole: &[String], number: usize) {
+        let kinds = accumulators(fold);
+        match self {
+            Self::Plain => {
+                for (name, (kind, start)) in arrays.iter().zip(kinds) {
+                    body.push(format!("{kind} {name}[VEC];"));
+                    body.push("#pragma unroll".to_owned());
+                    body.push(format!("for (int j = 0; j < VEC; ++j) {name}[j] = {start};"));
+                }
+            }
+            Self::Vectors => {
+                for (name, (kind, start)) in whole.iter().zip(kinds) {
+                    body.push(format!("{kind} {name} = {start};"));
+                }
+            }
+            Self::Batches => {
+                for (name, total) in arrays.iter().zip(whole) {
+                    body.push(format!("float {name}[VEC];"));
+                    body.push(format!("double {total}[VEC];"));
+                    body.push(format!("for (int j = 0; j < VEC; ++j) {name}[j] = 0.0f, {total}[j] = 0.0;"));
+                }
+                body.push(format!("int held{number} = 0;"));
+            }
+        }
+    }
+
+    /// What stands around the lanes of a vector, inside the loop.
+    fn around(self, w: &mut Writer, fold: Fold, arrays: &[String], whole: &[String], vector: i64, number: usize) {
+        match self {
+            Self::Plain => {}
+            Self::Vectors => {
+                for name in arrays {
+                    w.scopes[1].push(format!("float {name}[VEC];"));
+                    w.scopes[1].push("#pragma unroll".into());
+                    w.scopes[1].push(format!("for (int j = 0; j < VEC; ++j) {name}[j] = 0.0f;"));
+                }
+                let mut joined = vec![];
+                join_lanes(&mut joined, fold, arrays, vector, true);
+                joined.extend(arrays.iter().zip(whole).map(|(name, total)| format!("{total} += {name}[0];")));
+                w.after.extend(joined);
+            }
+            Self::Batches => {
+                w.after.push(format!("if (++held{number} == {BATCH}) {{"));
+                self.flush(&mut w.after, arrays, whole);
+                w.after.push(format!("held{number} = 0;"));
+                w.after.push("}".into());
+            }
+        }
+    }
+
+    /// Moves what the lanes hold into their doubles.
+    fn flush(self, lines: &mut Vec<String>, arrays: &[String], whole: &[String]) {
+        for (name, total) in arrays.iter().zip(whole) {
+            lines.push("#pragma omp simd".into());
+            lines.push("for (int j = 0; j < VEC; ++j) {".into());
+            lines.push(format!("{total}[j] += {name}[j];"));
+            lines.push(format!("{name}[j] = 0.0f;"));
+            lines.push("}".into());
+        }
+    }
 }
 
 fn indent(lines: &[String], by: usize) -> String {
@@ -300,7 +381,6 @@ fn write<'a>(
     let vector = w.vector;
 
     let upper = spec.name.to_uppercase();
-    let names = Names { upper: upper.clone(), index: "index_t" };
     let mut kernel = Kernel::default();
 
     // Coordinates of outputs: all elements or one a row.
@@ -530,11 +610,9 @@ fn write<'a>(
                 pivot = value.text;
             }
         }
-        for (name, (kind, start)) in arrays.iter().zip(kinds) {
-            body.push(format!("{kind} {name}[VEC];"));
-            body.push("#pragma unroll".to_owned());
-            body.push(format!("for (int j = 0; j < VEC; ++j) {name}[j] = {start};"));
-        }
+        let whole: Vec<String> = (0..kinds.len()).map(|k| format!("s{number}_{k}")).collect();
+        let sums = Sums::of(fold, device, columns);
+        sums.declare(&mut body, fold, &arrays, &whole, number);
         if !cuda {
             body.retain(|line| line != "#pragma unroll");
         }
@@ -554,6 +632,7 @@ fn write<'a>(
         let lanes: Vec<String> = arrays.iter().map(|a| format!("{a}[j]")).collect();
         w.accumulate(stage, &lanes, &value, &at, &pivot);
         let chunk = split.map(|_| ("from", "to"));
+        sums.around(&mut w, fold, &arrays, &whole, vector, number);
         let text = loop_text(&mut w, chunk);
         body.extend(w.take_zero());
         if let Some(cache) = &mut w.cache {
@@ -564,8 +643,13 @@ fn write<'a>(
         if let Some(splits) = bands {
             return finish_bands(kernel, w, space, asked_later, spec, splits, body, local_consts, &outer, &arrays);
         }
+        if sums == Sums::Batches {
+            sums.flush(&mut body, &arrays, &whole);
+        }
         if columns {
             // Results are arrays by column.
+            let totals: &[String] = if sums == Sums::Batches { &whole } else { &arrays };
+            let lanes: Vec<String> = totals.iter().map(|a| format!("{a}[j]")).collect();
             for (k, (text, ty)) in w.finish(stage, &lanes, &pivot).into_iter().enumerate() {
                 let name = format!("r{number}_{k}");
                 body.push(format!("{} {name}[VEC];", ty.name()));
@@ -576,10 +660,20 @@ fn write<'a>(
                 w.results.insert((stage, k), Text { text: format!("{name}[j]"), level: 2, ty });
             }
         } else {
-            let whole: Vec<String> = (0..kinds.len()).map(|k| format!("s{number}_{k}")).collect();
-            fold_lanes(&mut body, fold, &arrays, &whole, vector, cuda);
+            let whole = match sums {
+                Sums::Vectors => whole,
+                Sums::Batches => {
+                    let one: Vec<String> = (0..kinds.len()).map(|k| format!("t{number}_{k}")).collect();
+                    fold_lanes(&mut body, fold, &whole, &one, vector, cuda);
+                    one
+                }
+                Sums::Plain => {
+                    fold_lanes(&mut body, fold, &arrays, &whole, vector, cuda);
+                    whole
+                }
+            };
             if cuda {
-                fold_threads(&mut body, fold, &whole, &names);
+                fold_threads(&mut body, fold, &whole, &upper);
             }
             if split.is_none() {
                 for (k, (text, ty)) in w.finish(stage, &whole, &pivot).into_iter().enumerate() {
@@ -592,8 +686,7 @@ fn write<'a>(
                     let buffer = format!("{}_part{k}", spec.name);
                     let line = format!("{buffer}[row * SPLITS + part] = {};", whole[k]);
                     body.push(if cuda { format!("if (lane == 0) {line}") } else { line });
-                    let dtype = if *kind == "float" { "torch.float32" } else { "index" };
-                    kernel.scratch.push((buffer, rows * split.unwrap_or(1), dtype));
+                    kernel.scratch.push((buffer, rows * split.unwrap_or(1), scratch(kind)));
                 }
             }
         }
@@ -823,8 +916,8 @@ fn simple_loop(w: &mut Writer, cuda: bool) -> Vec<String> {
     lines
 }
 
-/// Joins the accumulators of a thread's vector lanes into one.
-fn fold_lanes(body: &mut Vec<String>, fold: Fold, arrays: &[String], whole: &[String], vector: i64, cuda: bool) {
+/// Joins the accumulators of a thread's vector lanes into the first.
+fn join_lanes(body: &mut Vec<String>, fold: Fold, arrays: &[String], vector: i64, cuda: bool) {
     if vector > 1 {
         // Pairwise, which also keeps rounding low.
         let mut top = 1;
@@ -845,14 +938,18 @@ fn fold_lanes(body: &mut Vec<String>, fold: Fold, arrays: &[String], whole: &[St
         body.push("}".into());
         body.push("}".into());
     }
+}
+
+/// Joins the accumulators of a thread's vector lanes into one.
+fn fold_lanes(body: &mut Vec<String>, fold: Fold, arrays: &[String], whole: &[String], vector: i64, cuda: bool) {
+    join_lanes(body, fold, arrays, vector, cuda);
     for ((kind, _), (array, name)) in accumulators(fold).iter().zip(arrays.iter().zip(whole)) {
         body.push(format!("{kind} {name} = {array}[0];"));
     }
 }
 
 /// Joins what the threads of a row have: shuffles in a warp, then shared memory across warps.
-fn fold_threads(body: &mut Vec<String>, fold: Fold, whole: &[String], names: &Names) {
-    let upper = &names.upper;
+fn fold_threads(body: &mut Vec<String>, fold: Fold, whole: &[String], upper: &str) {
     let shuffled: Vec<String> = whole.iter().map(|s| format!("__shfl_xor_sync(0xffffffffu, {s}, o)")).collect();
     body.push("#pragma unroll".into());
     body.push(format!("for (int o = ({upper}_THREADS < 32 ? {upper}_THREADS : 32) / 2; o > 0; o /= 2) {{"));
@@ -864,10 +961,9 @@ fn fold_threads(body: &mut Vec<String>, fold: Fold, whole: &[String], names: &Na
         body.push(format!("if (lane % 32 == 0) {s}_warps[threadIdx.y][lane / 32] = {s};"));
     }
     body.push("__syncthreads();".into());
-    for (s, (_, start)) in whole.iter().zip(accumulators(fold)) {
+    for (s, (kind, start)) in whole.iter().zip(accumulators(fold)) {
         body.push(format!(
-            "{s} = lane % 32 < {upper}_THREADS / 32 ? {s}_warps[threadIdx.y][lane % 32] : ({}){start};",
-            names.kind(fold, whole, s)
+            "{s} = lane % 32 < {upper}_THREADS / 32 ? {s}_warps[threadIdx.y][lane % 32] : ({kind}){start};"
         ));
     }
     body.push("#pragma unroll".into());
@@ -875,13 +971,6 @@ fn fold_threads(body: &mut Vec<String>, fold: Fold, whole: &[String], names: &Na
     body.push(merge(fold, whole, &shuffled));
     body.push("}".into());
     body.push("}".into());
-}
-
-impl Names {
-    fn kind(&self, fold: Fold, whole: &[String], name: &str) -> &'static str {
-        let at = whole.iter().position(|w| w == name).unwrap_or(0);
-        if accumulators(fold)[at].0 == "index_t" { self.index } else { "float" }
-    }
 }
 
 /// Adds a function and its launch.
@@ -924,6 +1013,15 @@ pub(super) fn launch(
         indent(text, 1)
     ));
     kernel.launches.push(Launch { function: function.to_owned(), grid, block, args });
+}
+
+/// PyTorch's name for accumulators of that type in memory; `index` is the kernels' own integer.
+fn scratch(kind: &str) -> &'static str {
+    match kind {
+        "float" => "torch.float32",
+        "double" => "torch.float64",
+        _ => "index",
+    }
 }
 
 #[allow(clippy::too_many_arguments)]
@@ -1027,7 +1125,7 @@ fn finish_split(
     inner_text.push(merge(fold, &whole, &read));
     inner_text.push("}".into());
     if cuda {
-        fold_threads(&mut inner_text, fold, &whole, &Names { upper: format!("{upper}_JOIN"), index: "index_t" });
+        fold_threads(&mut inner_text, fold, &whole, &format!("{upper}_JOIN"));
     }
     for (k, (value, ty)) in w.finish(stage, &whole, &pivot).into_iter().enumerate() {
         let name = format!("r0_{k}");
@@ -1156,8 +1254,7 @@ fn finish_bands(
     let written: Vec<(String, String)> =
         parts.iter().zip(kinds).map(|(name, (kind, _))| (format!("{kind}* __restrict__"), name.clone())).collect();
     for (name, (kind, _)) in parts.iter().zip(kinds) {
-        let dtype = if *kind == "float" { "torch.float32" } else { "index" };
-        kernel.scratch.push((name.clone(), rows * splits, dtype));
+        kernel.scratch.push((name.clone(), rows * splits, scratch(kind)));
     }
     kernel.knobs.push(Knob { name: format!("{upper}_DEPTH"), default: 16, others: vec![8, 32] });
     let mut first = Spec { outputs: vec![], ..spec.clone() };

@@ -1,8 +1,8 @@
 //! From ATen to the policy's own form.
 //!
 //! Knows ATen's operators and their semantics in `eval()` under `no_grad`; applies the exact rewrites that are
-//! always worth it (batch norm folded into scale and shift, sums of matrix products, reversed scans). Must not
-//! know kernels or languages. What it doesn't know it declines, by name and line.
+//! always worth it (a convolution's bias joined to the mean of a batch norm, sums of matrix products, reversed
+//! scans). Must not know kernels or languages. What it doesn't know it declines, by name and line.
 
 use std::collections::HashMap;
 
@@ -267,20 +267,23 @@ impl Lower {
         self.binary("div", sum, count)
     }
 
-    /// Mean and population variance.
-    fn moments(&mut self, x: Vid, dims: &[usize]) -> (Vid, Vid) {
-        let count: i64 = dims.iter().map(|&d| self.ir.shape(x)[d]).product();
-        let results = self.ir.reduce(Fold::Moments, x, dims);
-        (results[0], if count == 1 { self.binary("mul", results[1], results[1]) } else { results[1] })
-    }
-
     fn normalise(&mut self, x: Vid, dims: &[usize], eps: f64) -> (Vid, Vid, Vid) {
-        let (mean, var) = self.moments(x, dims);
+        let moments = self.ir.reduce(Fold::Moments, x, dims);
+        let (mean, rest, var) = (moments[0], moments[1], moments[2]);
         let eps = self.ir.num(eps);
         let shifted = self.binary("add", var, eps);
         let rstd = self.unary("rsqrt", shifted);
-        let centred = self.binary("sub", x, mean);
+        let near = self.binary("sub", x, mean);
+        let centred = self.binary("sub", near, rest);
         (self.binary("mul", centred, rstd), mean, rstd)
+    }
+
+    /// A convolution and the bias of its channels, where `x` is their sum.
+    fn with_bias(&self, x: Vid) -> Option<(Vid, Vid)> {
+        let Def::Point("add", args) = self.ir.def(x) else { return None };
+        let &[plain, expanded] = args.as_slice() else { return None };
+        let Def::View(bias, View::Expand) = *self.ir.def(expanded) else { return None };
+        (matches!(self.ir.def(plain), Def::Convolution { .. }) && self.parameters_only(bias)).then_some((plain, bias))
     }
 
     fn affine(&mut self, mut y: Vid, weight: Option<Vid>, bias: Option<Vid>) -> Vid {
@@ -687,7 +690,8 @@ impl Lower {
                     };
                     let keep = node.kwargs.get("keepdim").and_then(Value::as_bool).unwrap_or_else(|| flag(3, false));
                     let count = dims.iter().map(|&d| self.ir.shape(x)[d]).product::<i64>() as f64;
-                    let (mean, var) = self.moments(x, &dims);
+                    let moments = self.ir.reduce(Fold::Moments, x, &dims);
+                    let (mean, var) = (moments[0], moments[2]);
                     let factor = self.ir.num(count / (count - correction));
                     let mut var = if correction == 0.0 { var } else { self.binary("mul", var, factor) };
                     if op == "std" {
@@ -754,20 +758,21 @@ impl Lower {
                         let (Some(mean), Some(var)) = (mean, var) else {
                             return Err(self.declined("batch norm without statistics"));
                         };
-                        // Known from parameters alone: y = x * scale + shift.
+                        // y = (x - mean) * scale + bias; as x * scale + shift it would cancel where x is near
+                        // the mean. A bias that was just added joins the mean, known from parameters alone.
                         let (mean, var) = (self.channels(mean, rank), self.channels(var, rank));
                         let eps = self.ir.num(eps);
                         let var = self.binary("add", var, eps);
                         let rstd = self.unary("rsqrt", var);
                         let scale = if let Some(weight) = weight { self.binary("mul", rstd, weight) } else { rstd };
-                        let shift = self.binary("mul", mean, scale);
-                        let shift = if let Some(bias) = bias {
-                            self.binary("sub", bias, shift)
+                        let centred = if let Some((plain, added)) = self.with_bias(x) {
+                            let shift = self.binary("sub", added, mean);
+                            self.binary("add", plain, shift)
                         } else {
-                            self.unary("neg", shift)
+                            self.binary("sub", x, mean)
                         };
-                        let scaled = self.binary("mul", x, scale);
-                        self.binary("add", scaled, shift)
+                        let scaled = self.binary("mul", centred, scale);
+                        if let Some(bias) = bias { self.binary("add", scaled, bias) } else { scaled }
                     };
                     return self.done(node, in_place, vec![y]);
                 }

@@ -172,8 +172,9 @@ const FUNCTIONS: [(&str, &str, bool); 38] = [
         false,
     ),
     // Folds: `add` takes one more element in, `merge` joins two partial results.
-    ("sum_add", "{V}(float& a, float x) { a += x; }", false),
-    ("sum_merge", "{V}(float& a, float b) { a += b; }", false),
+    // Sums are in double, those of a few neighbours in float before.
+    ("sum_add", "{T}(T& a, float x) { a += x; }", false),
+    ("sum_merge", "{T}(T& a, T b) { a += b; }", false),
     ("prod_add", "{V}(float& a, float x) { a *= x; }", false),
     ("prod_merge", "{V}(float& a, float b) { a *= b; }", false),
     ("max_add", "{V}(float& a, float x) { a = ((x > a) | (x != x)) ? x : a; }", false),
@@ -193,11 +194,7 @@ const FUNCTIONS: [(&str, &str, bool); 38] = [
          (((b == a) | ((b != b) & (a != a))) & (k < i));\n  a = better ? b : a;\n  i = better ? k : i;\n}",
         false,
     ),
-    (
-        "moments_add",
-        "{V}(float& s, float& q, float x, float k) {\n  const float d = x - k;\n  s += d;\n  q += d * d;\n}",
-        false,
-    ),
+    ("moments_add", "{T}(T& s, T& q, float x, float k) {\n  const T d = x - k;\n  s += d;\n  q += d * d;\n}", false),
     // Online softmax: one exponential for each element, the sum is rescaled where the maximum moves.
     (
         "softmax_add",
@@ -238,6 +235,7 @@ pub fn functions(source: &str, device: Device) -> String {
             let body = body
                 .replace("{F}", &format!("{qualifier} float {name}"))
                 .replace("{V}", &format!("{qualifier} void {name}"))
+                .replace("{T}", &format!("template <typename T>\n{qualifier} void {name}"))
                 .replace("{B}", &format!("{qualifier} bool {name}"));
             out.push_str(&body);
             out.push('\n');

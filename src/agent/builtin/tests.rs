@@ -64,6 +64,12 @@ const CONV: &str = r#"{"inputs":[{"id":"i0","dtype":"float32","shape":[8,3,32,32
 {"id":"t4","ids":["t4"],"op":"aten.relu_.default","args":[{"t":"t1"}],"outputs":[{"dtype":"float32","shape":[8,16,32,32],"strides":[16384,1024,32,1]}]}],
 "outputs":["t4"],"structure":"tensor"}"#;
 
+const GROUP_NORM: &str = r#"{"inputs":[{"id":"i0","dtype":"float32","shape":[8,16,64,64],"strides":[65536,4096,64,1]}],
+"parameters":[{"id":"p0","name":"norm.weight","dtype":"float32","shape":[16],"strides":[1]},{"id":"p1","name":"norm.bias","dtype":"float32","shape":[16],"strides":[1]}],
+"nodes":[{"id":"t0","ids":["t0"],"op":"aten.sigmoid.default","args":[{"t":"i0"}],"outputs":[{"dtype":"float32","shape":[8,16,64,64],"strides":[65536,4096,64,1]}]},
+{"id":"t1","ids":["t1","t2","t3"],"op":"aten.native_group_norm.default","args":[{"t":"t0"},{"t":"p0"},{"t":"p1"},8,16,4096,4,1e-05],"outputs":[{"dtype":"float32","shape":[8,16,64,64],"strides":[65536,4096,64,1]},{"dtype":"float32","shape":[8,4],"strides":[4,1]},{"dtype":"float32","shape":[8,4],"strides":[4,1]}]}],
+"outputs":["t1"],"structure":"tensor"}"#;
+
 #[test]
 fn softmax_holds_its_row_in_registers_on_a_card() {
     let (task, graph) = case("pass", "torch.softmax(x, 1)", SOFTMAX);
@@ -97,7 +103,7 @@ fn the_sum_over_output_features_becomes_a_product_with_the_summed_weight() {
 }
 
 #[test]
-fn batch_norm_is_a_scale_and_a_shift_behind_a_convolution() {
+fn batch_norm_behind_a_convolution_takes_its_bias_along() {
     let (task, graph) = case(
         "self.conv = nn.Conv2d(3, 16, 3, padding=1)\n        self.bn = nn.BatchNorm2d(16)",
         "torch.relu(self.bn(self.conv(x)))",
@@ -122,6 +128,18 @@ fn a_convolution_is_offered_channels_last_too() {
     insta::assert_snapshot!(shown(&proposal.forms[1]));
     let on_the_cpu = propose(&task, &graph, Device::Cpu, &Facts::default()).unwrap();
     assert_eq!(on_the_cpu.forms.len(), 1);
+}
+
+#[test]
+fn sums_of_a_row_are_in_double_on_a_card_and_the_mean_is_subtracted_in_two_parts() {
+    let (task, graph) = case("self.norm = nn.GroupNorm(4, 16)", "self.norm(torch.sigmoid(x))", GROUP_NORM);
+    insta::assert_snapshot!(first(&task, &graph, Device::Cuda));
+}
+
+#[test]
+fn sums_of_a_row_go_to_doubles_every_few_vectors_on_the_cpu() {
+    let (task, graph) = case("self.norm = nn.GroupNorm(4, 16)", "self.norm(torch.sigmoid(x))", GROUP_NORM);
+    insta::assert_snapshot!(first(&task, &graph, Device::Cpu));
 }
 
 #[test]
