@@ -834,6 +834,37 @@ fn a_sandbox_that_is_dropped_or_whose_keeper_is_killed_leaves_nothing() {
     });
 }
 
+/// Variable that turns the test below into an agent: the word that its sandbox's process is known by.
+const AGENT: &str = "KERNELFLEET_TEST_AGENT";
+
+#[test]
+fn an_agent_that_is_killed_leaves_nothing() {
+    if let Ok(word) = std::env::var(AGENT) {
+        let namespaces = !word.starts_with('-');
+        let mut sandbox = Sandbox::start(&Options { namespaces, ..options() }).unwrap();
+        let word = word.trim_start_matches('-');
+        run(&mut sandbox, &format!("(setsid sleep {word} &)"));
+        sandbox.start(&format!("sleep {word}")).unwrap();
+        // In the middle of a command, which nobody will wait for.
+        sandbox.run(&format!("sleep {word}"), Duration::from_secs(600)).unwrap();
+    }
+    for mark in ["", "-"] {
+        let word = word();
+        let mut agent = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "an_agent_that_is_killed_leaves_nothing"])
+            .env(AGENT, format!("{mark}{word}"))
+            .stdout(std::process::Stdio::null())
+            .stderr(std::process::Stdio::null())
+            .spawn()
+            .unwrap();
+        // Three `sleep`, and the shells that have the word in their own arguments.
+        until("its processes", || with_word(&word).len() >= 3);
+        agent.kill().unwrap();
+        agent.wait().unwrap();
+        until("the end of all", || with_word(&word).is_empty());
+    }
+}
+
 fn parent(pid: i32) -> Option<i32> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     stat.rsplit_once(") ")?.1.split(' ').nth(1)?.parse().ok()

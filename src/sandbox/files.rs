@@ -85,7 +85,14 @@ fn entry(path: &Path, about: &std::fs::Metadata) -> Entry {
 impl Files {
     pub fn open(root: &Path) -> io::Result<Self> {
         let fd = std::fs::OpenOptions::new().read(true).custom_flags(libc::O_DIRECTORY).open(root)?.into();
-        Ok(Self { root: root.to_owned(), fd })
+        let files = Self { root: root.to_owned(), fd };
+        match files.at(Path::new("."), OFlag::O_PATH, true) {
+            Ok(_) => Ok(files),
+            Err(error) => Err(io::Error::other(format!(
+                "this kernel can't keep file operations inside a folder (openat2, Linux 5.6): {}",
+                error.desc()
+            ))),
+        }
     }
 
     pub fn fd(&self) -> BorrowedFd<'_> {
