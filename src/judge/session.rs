@@ -117,6 +117,24 @@ impl Slice {
         users.pausable.push(pid);
         Paused { slice: self, pid }
     }
+
+    /// As `pausable`, without waiting: while somebody measures, `pid` is stopped from the start. Until `leave`.
+    pub(super) fn join(&self, pid: i32) {
+        let mut users = self.users();
+        users.pausable.push(pid);
+        if users.exclusive {
+            process::signal(pid, libc::SIGSTOP);
+        }
+    }
+
+    /// `pid` is no longer stopped for measurements, and runs on.
+    pub(super) fn leave(&self, pid: i32) {
+        let mut users = self.users();
+        if let Some(at) = users.pausable.iter().position(|&p| p == pid) {
+            users.pausable.swap_remove(at);
+        }
+        process::signal(pid, libc::SIGCONT);
+    }
 }
 
 impl Drop for Held<'_> {
@@ -137,11 +155,7 @@ impl Drop for Held<'_> {
 
 impl Drop for Paused<'_> {
     fn drop(&mut self) {
-        let mut users = self.slice.users();
-        if let Some(at) = users.pausable.iter().position(|&pid| pid == self.pid) {
-            users.pausable.swap_remove(at);
-        }
-        process::signal(self.pid, libc::SIGCONT);
+        self.slice.leave(self.pid);
     }
 }
 
@@ -242,6 +256,8 @@ pub struct Session {
     pub(super) input_fds: Vec<Vec<Option<(OwnedFd, u64)>>>,
     pub(super) slots: usize,
     pub(super) helper: Option<Forked>,
+    /// The next candidate's runner, started ahead.
+    pub(super) spare: Option<evaluate::ahead::Spare>,
     #[expect(dead_code, reason = "held for its end")]
     reserved: Option<Reservation>,
     pub(super) baseline: Option<super::cache::Baseline>,
@@ -434,6 +450,7 @@ impl Judge {
             input_fds: Vec::new(),
             slots: 1,
             helper: None,
+            spare: None,
             reserved,
             baseline: self.cache.get("baseline", &task_digest),
             fixed: Arc::new(Fixed {
@@ -548,6 +565,7 @@ impl Session {
             }
             return Ok(());
         }
+        evaluate::ahead::prepare(self);
         self.prepare()?;
         let fixed = Arc::clone(&self.fixed);
         let (sender, receiver) = std::sync::mpsc::sync_channel(4);
@@ -560,7 +578,7 @@ impl Session {
                 }
             });
             for (index, ready) in receiver.into_iter().enumerate() {
-                told(index, evaluate::finish(self, ready, effort)?);
+                told(index, evaluate::finish(self, ready, effort, index + 1 < candidates.len())?);
             }
             Ok(())
         })
@@ -684,6 +702,25 @@ mod tests {
         let held = slice.hold();
         drop(beside);
         assert!(becomes(child.id(), false), "what is no longer pausable runs on");
+        drop(held);
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
+
+    #[test]
+    fn what_is_started_beside_a_measurement_is_stopped_until_its_end() {
+        let slice = Slice::new();
+        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        let pid = i32::try_from(child.id()).unwrap();
+        let held = slice.hold();
+        slice.join(pid);
+        assert!(becomes(child.id(), true));
+        drop(held);
+        assert!(becomes(child.id(), false));
+        let held = slice.hold();
+        assert!(becomes(child.id(), true));
+        slice.leave(pid);
+        assert!(becomes(child.id(), false), "it is in use now");
         drop(held);
         child.kill().unwrap();
         child.wait().unwrap();

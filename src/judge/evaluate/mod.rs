@@ -4,6 +4,7 @@
 //! A candidate's failure is a verdict of -1 with the line or launch; a task's is a request error; all else is
 //! a fault of the judge.
 
+pub(super) mod ahead;
 mod constants;
 mod correct;
 mod evidence;
@@ -138,16 +139,18 @@ pub(super) fn artifacts(fixed: &Fixed, candidate: &Candidate) -> Result<super::A
 /// Judges `candidate` on the open task.
 pub(super) fn evaluate(session: &mut Session, candidate: &Candidate, effort: Effort) -> Result<Verdict, Error> {
     let start = Instant::now();
+    ahead::prepare(session);
     session.prepare()?;
     let prepare = start.elapsed().as_secs_f64();
     let mut ready = ready(&Arc::clone(&session.fixed), candidate);
     ready.evidence.phases.insert("prepare".into(), prepare);
     ready.seconds += prepare;
-    finish(session, ready, effort)
+    finish(session, ready, effort, false)
 }
 
-/// Runs, compares and measures what `ready` made, unless a verdict on the same is remembered.
-pub(super) fn finish(session: &mut Session, ready: Ready, effort: Effort) -> Result<Verdict, Error> {
+/// Runs, compares and measures what `ready` made, unless a verdict on the same is remembered. With `more` to come, the
+/// next one's runner is started meanwhile.
+pub(super) fn finish(session: &mut Session, ready: Ready, effort: Effort, more: bool) -> Result<Verdict, Error> {
     let start = Instant::now();
     let Ready { outcome, mut evidence, seconds } = ready;
     let (recording, images) = match outcome {
@@ -167,7 +170,7 @@ pub(super) fn finish(session: &mut Session, ready: Ready, effort: Effort) -> Res
         }
         stored = Some(entry);
     }
-    let done = steps(session, &recording, &images, effort, &mut evidence);
+    let done = steps(session, &recording, &images, effort, more, &mut evidence);
     let fresh = ended(session, done, evidence, seconds + start.elapsed().as_secs_f64())?;
     let Some((_, key)) = known else { return Ok(fresh) };
     let (verdict, keep) = match stored {
@@ -240,6 +243,7 @@ fn steps(
     recording: &Recording,
     images: &[build::Built],
     effort: Effort,
+    more: bool,
     evidence: &mut Evidence,
 ) -> Result<(), Stop> {
     let budget = Budget::of(session, effort);
@@ -247,7 +251,7 @@ fn steps(
     let judge = Arc::clone(&session.fixed.judge);
     let cpu = judge.options.device == Device::Cpu;
     let mut held = if cpu { judge.slice.hold() } else { judge.slice.share() };
-    let mut run = evidence.time("load", |e| run::load_plan(session, recording, images, e))?;
+    let mut run = evidence.time("load", |e| run::load_plan(session, recording, images, more, e))?;
     evidence.time("correct", |e| correct::correctness(session, recording, &mut run, &budget, e))?;
     // A screening only ranks a sweep; it does not empty the device for that.
     if !cpu && effort == Effort::Final {
@@ -260,7 +264,15 @@ fn steps(
         evidence.time("wait", |e| measure::settle(&mut run, e))?;
     }
     let start = Instant::now();
-    evidence.time("measure", |e| measure::measure(session, &mut run, &budget, e))?;
+    // A screening doesn't hold the device, so it stops the next runner itself.
+    if let Some(spare) = session.spare.as_ref().filter(|_| effort == Effort::Screen) {
+        spare.freeze();
+    }
+    let measured = evidence.time("measure", |e| measure::measure(session, &mut run, &budget, e));
+    if let Some(spare) = session.spare.as_ref().filter(|_| effort == Effort::Screen) {
+        spare.thaw();
+    }
+    measured?;
     constants::unchanged(session, recording, &mut run)?;
     if !cpu && effort == Effort::Screen {
         evidence.measurement = Some(Measurement::Shared);

@@ -11,12 +11,12 @@ use serde_json::{Value, json};
 use super::evidence::Evidence;
 use super::images::place;
 use super::record::Recording;
-use super::{Stop, incorrect, reason};
+use super::{Stop, ahead, incorrect, reason};
 use crate::judge::runner::Arithmetic;
 use crate::judge::runner::client::{Error as RunnerError, Exported, LoadRequest, Loaded, Runner, memory_file};
 use crate::judge::session::{Error, MINUTES, Session, secret_seed, task_error};
 use crate::judge::verdict::Reason;
-use crate::judge::{Device, Precision, build, confinement, process};
+use crate::judge::{Device, Precision, build, process};
 use crate::plan::{BufferKind, Library, Op, Plan};
 
 /// A candidate that is loaded in a runner.
@@ -94,21 +94,19 @@ pub(super) fn load_plan(
     session: &mut Session,
     recording: &Recording,
     images: &[build::Built],
+    more: bool,
     evidence: &mut Evidence,
 ) -> Result<Run, Stop> {
     let judge = Arc::clone(&session.fixed.judge);
     let cpu = judge.options.device == Device::Cpu;
     let plan = &recording.plan;
     let needs_helper = cpu && plan.nodes.iter().any(|n| matches!(n.op, Op::Library(_)));
-    let confinement = confinement::runner(&judge.toolchain, judge.options.device, needs_helper);
-    evidence.isolation.extend(confinement.holds());
     let fault = |what: &str, e: &dyn std::fmt::Display| Stop::Error(Error::Fault(format!("{what}: {e}")));
-    let mut confined = Ok(());
-    let runner = Runner::spawn(&judge.toolchain.program, judge.options.device, |command| {
-        confined = confinement.apply(command);
-    })
-    .map_err(|e| fault("the runner can't be started", &e))?;
-    confined.map_err(|e| fault("the runner can't be confined", &e))?;
+    let (runner, isolation) = ahead::take(session, needs_helper)?;
+    evidence.isolation.extend(isolation);
+    if more {
+        ahead::prepare(session);
+    }
     let mut run = Run {
         runner,
         cpu,

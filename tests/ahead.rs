@@ -1,0 +1,66 @@
+//! Runners that are started ahead of their candidates, by the real judge on the CPU device: each serves one candidate, a
+//! dead one is replaced, and none is left. Alone in its file, since it counts this process's children. Needs `make env`.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use kernelfleet::judge::{Candidate, Device, Effort, Judge, Options, Slice, TaskSource};
+use kernelfleet::local::environment;
+
+/// Children of this process that are runners.
+fn runners() -> Vec<u32> {
+    let own = std::process::id().to_string();
+    let numbers = fs::read_dir("/proc").unwrap().filter_map(|e| e.unwrap().file_name().to_str()?.parse().ok());
+    numbers
+        .filter(|pid: &u32| {
+            let read = |name: &str| fs::read_to_string(format!("/proc/{pid}/{name}")).unwrap_or_default();
+            let stat = read("stat");
+            let parent = stat.rsplit_once(") ").and_then(|x| x.1.split(' ').nth(1));
+            parent == Some(own.as_str()) && read("cmdline").contains("runner-cpu")
+        })
+        .collect()
+}
+
+#[test]
+fn a_runner_started_ahead_serves_the_next_candidate_and_a_dead_one_is_replaced() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus/hostile/zeros");
+    let read = |file: &str| fs::read_to_string(folder.join(file)).unwrap();
+    let task = TaskSource { name: "zeros".into(), path: folder.join("task.py"), source: read("task.py") };
+    // Candidates that differ in what they write are different images, those that differ in a comment are not.
+    let candidate = |value: &str, comment: &str| Candidate {
+        files: [
+            ("model_new.py".to_owned(), format!("# {comment}\n{}", read("model_new.py"))),
+            ("kernels/k.cpp".to_owned(), read("kernels/k.cpp").replace("0.0f", value)),
+        ]
+        .into(),
+    };
+    let cache = tempfile::tempdir().unwrap();
+    let mut found = environment::discover().expect("the environment of `make env`");
+    found.toolchain.program = PathBuf::from(env!("CARGO_BIN_EXE_kernelfleet"));
+    found.toolchain.cache = cache.path().to_owned();
+    let options =
+        Options { device: Device::Cpu, compile: false, inputs: 2, remembered: Some(0.0), ..Options::default() };
+    let judge = Judge::start(&found.toolchain, options, Slice::new()).expect("a judge of the CPU device");
+    let mut session = judge.open(&task).unwrap();
+    let mut judged = |value: &str, comment: &str| {
+        let verdict = session.judge(&candidate(value, comment), Effort::Final).unwrap();
+        assert_eq!(verdict.reason.as_ref().map(|r| r.code.as_str()), Some("mismatch"), "{verdict:?}");
+        (verdict.cached, runners())
+    };
+    assert_eq!(judged("0.0f", "a"), (false, vec![]), "it went with its candidate");
+    // A remembered verdict needs no runner: the one that was started waits.
+    let (cached, waiting) = judged("0.0f", "b");
+    assert!(cached && waiting.len() == 1, "{waiting:?}");
+    assert_eq!(judged("0.0f", "c"), (true, waiting.clone()), "there is one at most");
+    assert_eq!(judged("1.0f", "a"), (false, vec![]), "the one that waited served");
+    let (_, waiting) = judged("1.0f", "b");
+    // SAFETY: a signal to a child of ours that isn't reaped before the next call.
+    assert_eq!(unsafe { libc::kill(i32::try_from(waiting[0]).unwrap(), libc::SIGKILL) }, 0);
+    assert_eq!(judged("2.0f", "a"), (false, vec![]));
+    let (cached, waiting) = judged("2.0f", "b");
+    assert!(cached && waiting.len() == 1, "{waiting:?}");
+    drop(session);
+    assert_eq!(runners(), Vec::<u32>::new());
+}
