@@ -19,7 +19,7 @@ use super::environment::hex;
 use super::progress::Progress;
 use super::summary::{Outcome, State};
 use crate::api::job::{Baseline, Target};
-use crate::judge::verdict::{PROCEDURE, Verdict};
+use crate::judge::verdict::{Measurement, PROCEDURE, Verdict};
 use crate::judge::{Candidate, Effort, TaskSource};
 use crate::task::graph::Graph;
 
@@ -326,9 +326,14 @@ impl Work<'_> {
     }
 }
 
-/// What a screening is ranked by: the lower bound of the speedup over eager.
+/// What a screening is ranked by: the lower bound of the speedup over eager, or the time alone where both were timed
+/// beside other work on a card.
 fn score(verdict: &Verdict) -> f64 {
-    verdict.speedup.eager.map_or(0.0, |i| i.low)
+    let card = verdict.device.get("kind").is_some_and(|kind| kind == "cuda");
+    match (verdict.measurement, verdict.time_us.candidate) {
+        (Measurement::Shared, Some(time)) if card => 1.0 / time.median.max(1e-3),
+        _ => verdict.speedup.eager.map_or(0.0, |i| i.low),
+    }
 }
 
 fn reaches(verdict: &Verdict, target: Option<&Target>) -> bool {

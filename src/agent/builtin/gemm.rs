@@ -14,6 +14,9 @@ const TERMS: i64 = 32;
 /// Tiles that are on their way at once.
 const STAGES: i64 = 4;
 
+/// Terms from which on the products, not the operands and results, are what takes time.
+const LONG: i64 = 512;
+
 /// Multiplications below which launching is what counts.
 const WORTH: i64 = 1 << 28;
 
@@ -45,7 +48,12 @@ impl Product {
         let fits = |size: i64| size % 4 == 0;
         let whole = fits(if a_along_k { k } else { m }) && fits(if b_along_k { k } else { n }) && n % 2 == 0;
         let small = [m, n, k, batch].iter().all(|&size| size > 0 && size < 1 << 30);
-        if !whole || !small || batch > 65535 || m.checked_mul(n)?.checked_mul(k)?.checked_mul(batch)? < WORTH {
+        if !whole
+            || !small
+            || k < LONG
+            || batch > 65535
+            || m.checked_mul(n)?.checked_mul(k)?.checked_mul(batch)? < WORTH
+        {
             return None;
         }
         let blocks = |side: i64| ((m + side - 1) / side).saturating_mul((n + side - 1) / side).saturating_mul(batch);
@@ -97,6 +105,7 @@ mod tests {
         assert!(Product::fit(&[1024, 8192], 8190, true, true, 132).is_none(), "k is no multiple of 4");
         assert!(Product::fit(&[1022, 8192], 8190, false, false, 132).is_none(), "m is no multiple of 4");
         assert!(Product::fit(&[64, 64], 64, true, true, 132).is_none(), "too little work");
+        assert!(Product::fit(&[32_768, 32_768], 64, true, false, 132).is_none(), "bound by its results");
         assert!(Product::fit(&[256, 256], 524_288, true, false, 132).is_none(), "too few blocks");
         assert!(Product::fit(&[128, 512, 2048], 1024, true, false, 132).is_some_and(|p| p.batch == 128));
     }
