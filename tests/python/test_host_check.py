@@ -82,3 +82,16 @@ def test_parameters_are_shared_after_a_check_too(host: Host) -> None:  # noqa: F
     host("check", inputs=2)
     reply, fds = host.raw("parameters", seed=7)
     assert len(fds) == len(reply["tensors"]) == 2
+
+
+@pytest.mark.parametrize("code", ["zeros", "constant", "other_set"])
+def test_what_costs_a_run_at_most_is_found_though_there_is_no_time(host: Host, code: str) -> None:  # noqa: F811
+    opened(host, REFUSED[code])
+    said = host("check", inputs=3, seconds=0)
+    assert code in [r["code"] for r in said["refusals"]], said
+
+
+def test_zeros_on_plain_inputs_alone_are_no_reason_to_refuse_though_there_is_no_time(host: Host) -> None:  # noqa: F811
+    opened(host, task("return torch.relu(-xs[0])", "torch.rand(64, 96)"))
+    said = host("check", inputs=3, seconds=0)
+    assert said["accepted"], said
