@@ -5,6 +5,7 @@
 
 pub mod agent;
 pub mod api;
+pub mod gateway;
 pub mod judge;
 pub mod local;
 pub mod plan;
