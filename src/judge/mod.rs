@@ -117,6 +117,8 @@ impl Default for Options {
 pub enum Effort {
     /// For sweeps: the usual correctness, few samples, no compile baseline; the reward is provisional.
     Screen,
+    /// All that correctness asks for, and nothing is timed; the reward says no more than 1.
+    Verify,
     /// The contract in full.
     Final,
 }

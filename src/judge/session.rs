@@ -14,7 +14,7 @@ use super::build::Builder;
 use super::cache::{Cache, digest};
 use super::confinement;
 use super::process::{self, Forked, Zygote, python_command};
-use super::verdict::PROCEDURE;
+use super::verdict::{LaunchEvidence, PROCEDURE, Reason};
 use super::{Candidate, Device, Effort, Options, Precision, TaskSource, Toolchain, Verdict, device, evaluate};
 use crate::task::graph::Graph;
 
@@ -538,6 +538,37 @@ impl Session {
     pub fn artifacts(&mut self, candidate: &Candidate) -> Result<super::Artifacts, Error> {
         self.prepare()?;
         evaluate::artifacts(&self.fixed, candidate)
+    }
+
+    /// Records and builds a candidate: the steps of its plan, or why there is none.
+    ///
+    /// # Errors
+    /// `Request` when the task is at fault, `Fault` when the judge is.
+    pub fn compile(&mut self, candidate: &Candidate) -> Result<Result<Vec<LaunchEvidence>, Reason>, Error> {
+        self.prepare()?;
+        evaluate::compile(&self.fixed, candidate)
+    }
+
+    /// What the reference runs when it is called, the longest first: kernels on a card, operators on the CPU. Nothing
+    /// where PyTorch's profiler does not work.
+    ///
+    /// # Errors
+    /// `Request` when the task can't be run.
+    pub fn reference(&mut self) -> Result<Vec<LaunchEvidence>, Error> {
+        self.prepare()?;
+        let judge = Arc::clone(&self.fixed.judge);
+        let _held = judge.slice.hold();
+        let fail = |e| task_error(&self.fixed.task, e);
+        let draw =
+            json!({"op": "draw", "slot": 0, "seed": secret_seed()?, "transform": {"kind": "none", "factor": 1.0}});
+        self.host.ask(&draw, &[], MINUTES).map_err(fail)?;
+        let frame = match self.host.ask(&json!({"op": "profile", "slot": 0}), &[], MINUTES) {
+            Ok(frame) => frame,
+            Err(process::Error::Refused(refused)) if refused.code == "profiler" => return Ok(Vec::new()),
+            Err(error) => return Err(fail(error)),
+        };
+        serde_json::from_value(frame.body["launches"].clone())
+            .map_err(|e| Error::Fault(format!("the reference host described its profile badly: {e}")))
     }
 
     /// Judges one candidate.

@@ -92,6 +92,9 @@ pub struct LaunchEvidence {
     pub occupancy: Option<f64>,
     /// Bytes of the buffers it is given, each counted once.
     pub bytes: u64,
+    /// Their rate over what a large copy reaches, 0 to 1, where they are more than the last cache holds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub roofline: Option<f64>,
     pub line: Option<String>,
 }
 

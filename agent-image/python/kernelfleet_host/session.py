@@ -17,6 +17,7 @@ from kernelfleet_zygote.wire import close_all
 from kernelfleet_host import buffers
 from kernelfleet_host.check import check
 from kernelfleet_host.compile import Compiled
+from kernelfleet_host.profile import launches
 from kernelfleet_host.reference import Reference
 from kernelfleet_host.timing import copy_rate
 
@@ -50,6 +51,7 @@ class Session:
             "compare": self.compare,
             "poison": self.poison,
             "compile": self.compile,
+            "profile": self.profile,
             "floor": self.floor,
             "check": self.check,
         }
@@ -175,6 +177,14 @@ class Session:
     def eager(self, request: Message) -> Reply:
         """`eager`."""
         return self.reference.timed(listed(request, "slots"))
+
+    def profile(self, request: Message) -> Reply:
+        """`profile`."""
+        reference = self.reference
+        slot = reference.slot(integer(request, "slot"))
+        if not slot.drawn:
+            raise Refused("malformed", "nothing was drawn into this slot")
+        return {"launches": launches(lambda: reference.forward(slot), reference.device)}
 
     def bind(self, request: Message, fds: list[int]) -> Reply:
         """`bind`."""

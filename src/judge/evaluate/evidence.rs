@@ -74,10 +74,30 @@ pub(super) fn profile(run: &mut Run, plan: &Plan, evidence: &mut Evidence) {
                 local_bytes: facts.map(|f| f.local_bytes),
                 occupancy: facts.map(|f| f.occupancy),
                 bytes: touched(plan, &node.op),
+                roofline: None,
                 line: node.line.clone(),
             }
         })
         .collect();
+}
+
+/// The launches and library calls of a plan of which nothing is known but what they are.
+pub(super) fn steps(plan: &Plan) -> Vec<LaunchEvidence> {
+    let steps = plan.nodes.iter().zip(super::run::names(plan)).filter(|(node, _)| !matches!(node.op, Op::Fill(_)));
+    steps
+        .map(|(node, (name, line))| LaunchEvidence {
+            name,
+            time_us: None,
+            share: None,
+            registers: None,
+            shared_bytes: None,
+            local_bytes: None,
+            occupancy: None,
+            bytes: touched(plan, &node.op),
+            roofline: None,
+            line,
+        })
+        .collect()
 }
 
 /// Bytes of the buffers that a step is given, each counted once.
@@ -104,20 +124,26 @@ fn touched(plan: &Plan, op: &Op) -> u64 {
 /// Refuses what can't be: outputs written faster than the card copies. Marks what a person should look at.
 pub(super) fn sanity(session: &mut Session, plan: &Plan, evidence: &mut Evidence) -> Result<(), Stop> {
     let Some(time) = timing::median(&evidence.candidate_us) else { return Ok(()) };
-    if session.fixed.judge.options.device == Device::Cuda
-        && let Ok(frame) = session.host.ask(&json!({"op": "floor"}), &[], MINUTES)
-        && let (Some(rate), Some(l2)) = (frame.body["copy_gbps"].as_f64(), frame.body["l2_bytes"].as_f64())
-    {
+    let cuda = session.fixed.judge.options.device == Device::Cuda;
+    let floor = session.host.ask(&json!({"op": "floor"}), &[], MINUTES).map(|frame| frame.body).unwrap_or_default();
+    if let (Some(rate), Some(cache)) = (floor["copy_gbps"].as_f64(), floor["l2_bytes"].as_f64()) {
+        for launch in &mut evidence.launches {
+            let bytes = launch.bytes as f64;
+            // What the last cache holds needs no memory, and its rate says nothing of it.
+            if let Some(us) = launch.time_us.filter(|us| *us > 0.0 && bytes > cache && rate > 0.0) {
+                launch.roofline = Some((bytes / us / 1e3 / rate).min(1.0));
+            }
+        }
         let outputs: BTreeSet<usize> = plan.outputs.iter().map(|o| o.buffer).collect();
         let bytes: u64 = outputs.iter().map(|o| plan.buffers[*o].bytes).sum();
-        let floor = (bytes as f64 - l2).max(0.0) / (rate * 1e3);
-        if time < floor {
+        let floor = (bytes as f64 - cache).max(0.0) / (rate * 1e3);
+        if cuda && time < floor {
             return Err(incorrect(
                 "impossible",
                 format!("{time:.1} us is less than the {floor:.1} us that writing its outputs takes on this card"),
             ));
         }
-        if floor > 0.0 && time < 1.1 * floor {
+        if cuda && floor > 0.0 && time < 1.1 * floor {
             evidence.audit.push("within 10 % of the time that writing the outputs takes".into());
         }
     }

@@ -20,7 +20,7 @@ use std::time::Instant;
 use super::cache::digest;
 use super::session::{Error, Fixed, Session, secret_seed};
 use super::timing::Random;
-use super::verdict::{Against, Grade, Measurement, PROCEDURE, Reason, Times, Verdict};
+use super::verdict::{Against, Grade, LaunchEvidence, Measurement, PROCEDURE, Reason, Times, Verdict};
 use super::{Candidate, Device, Effort, build, timing};
 use evidence::Evidence;
 use record::Recording;
@@ -79,7 +79,7 @@ impl Budget {
                 compare: cpu,
                 compile: false,
             },
-            Effort::Final => Self {
+            Effort::Verify | Effort::Final => Self {
                 inputs: options.inputs,
                 parameter_sets: if stateful { 2 } else { 1 },
                 scaled: true,
@@ -134,6 +134,15 @@ pub(super) fn artifacts(fixed: &Fixed, candidate: &Candidate) -> Result<super::A
         }
         Err(Stop::Error(error)) => Err(error),
         Err(Stop::Candidate(reason)) => Err(Error::request(&reason.code, reason.message)),
+    }
+}
+
+/// What a build comes to: the steps of the plan, or why there is none.
+pub(super) fn compile(fixed: &Fixed, candidate: &Candidate) -> Result<Result<Vec<LaunchEvidence>, Reason>, Error> {
+    match ready(fixed, candidate).outcome {
+        Ok((recording, _)) => Ok(Ok(evidence::steps(&recording.plan))),
+        Err(Stop::Candidate(reason)) => Ok(Err(*reason)),
+        Err(Stop::Error(error)) => Err(error),
     }
 }
 
@@ -254,6 +263,9 @@ fn steps(
     let mut held = if cpu { judge.slice.hold() } else { judge.slice.share() };
     let mut run = evidence.time("load", |e| run::load_plan(session, recording, images, more, e))?;
     evidence.time("correct", |e| correct::correctness(session, recording, &mut run, &budget, e))?;
+    if effort == Effort::Verify {
+        return constants::unchanged(session, recording, &mut run);
+    }
     // A screening only ranks a sweep; it does not empty the device for that.
     if !cpu && effort == Effort::Final {
         drop(held);

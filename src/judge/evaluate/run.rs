@@ -37,7 +37,7 @@ pub(super) struct Run {
     pub(super) constants: Vec<(usize, Value)>,
 }
 
-fn names(plan: &Plan) -> Vec<(String, Option<String>)> {
+pub(super) fn names(plan: &Plan) -> Vec<(String, Option<String>)> {
     plan.nodes
         .iter()
         .map(|node| {
