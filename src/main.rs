@@ -35,6 +35,14 @@ enum Subcommands {
         #[arg(short = 'o', long = "output", value_name = "PACKAGE")]
         package: PathBuf,
     },
+    /// Shows a recorded episode, turn by turn
+    Replay {
+        /// results/<job>/<task>/trajectory.jsonl
+        trajectory: PathBuf,
+        /// Shows results and answers in full
+        #[arg(long)]
+        full: bool,
+    },
     /// What this machine has, what is missing, and how to mend it
     Doctor {
         #[command(flatten)]
@@ -107,7 +115,57 @@ struct Run {
     #[arg(long)]
     fresh: bool,
     #[command(flatten)]
+    policy: Model,
+    #[command(flatten)]
     output: Format,
+}
+
+/// Who writes the kernels, where it isn't the built-in policy.
+#[derive(Args)]
+#[command(next_help_heading = "Models")]
+struct Model {
+    /// OpenAI-compatible endpoint that a model is asked at, up to and with its version: http://host:8000/v1
+    #[arg(long, value_name = "URL", conflicts_with = "replay")]
+    endpoint: Option<String>,
+    /// Model of the endpoint; spec.policy.endpoint.model if nothing is said
+    #[arg(long, value_name = "NAME", conflicts_with = "replay")]
+    model: Option<String>,
+    /// File with the endpoint's key; else the variables KERNELFLEET_API_KEY or KERNELFLEET_API_KEY_FILE
+    #[arg(long, value_name = "FILE")]
+    key_file: Option<PathBuf>,
+    /// Answers are asked for whole, not as a stream
+    #[arg(long)]
+    no_stream: bool,
+    /// Asks for token ids and log-probabilities and keeps them in the trajectory (vLLM, SGLang)
+    #[arg(long)]
+    token_ids: bool,
+    /// Temperature of the answers; the manifest's or the server's own if nothing is said
+    #[arg(long)]
+    temperature: Option<f64>,
+    /// Most requests a minute of all agents together
+    #[arg(long, value_name = "N")]
+    requests_per_minute: Option<u32>,
+    /// Most tokens a minute of all agents together
+    #[arg(long, value_name = "N")]
+    tokens_per_minute: Option<u32>,
+    /// Prices of a million tokens, read and written: 0.5,2
+    #[arg(long, value_name = "READ,WRITTEN", value_parser = prices)]
+    prices: Option<(f64, f64)>,
+    /// Seconds of silence of the endpoint after which an attempt is given up
+    #[arg(long, value_name = "SECONDS")]
+    silence: Option<u64>,
+    /// Most tokens of one answer
+    #[arg(long, value_name = "N")]
+    reply_tokens: Option<u64>,
+    /// Plays recorded answers again: a trajectory.jsonl, or a folder of results with one a task
+    #[arg(long, value_name = "PATH")]
+    replay: Option<PathBuf>,
+}
+
+fn prices(text: &str) -> Result<(f64, f64), String> {
+    let price = |t: &str| t.trim().parse::<f64>().ok().filter(|p| p.is_finite() && *p >= 0.0);
+    let pair = text.split_once(',').and_then(|(a, b)| Some((price(a)?, price(b)?)));
+    pair.ok_or_else(|| format!("`{text}` is not two prices; write 0.5,2"))
 }
 
 #[derive(Args)]
@@ -281,6 +339,20 @@ fn dispatch(command: Subcommands) -> Result<(), Failure> {
             results: run.results,
             output: run.output.get(),
             fresh: run.fresh,
+            policy: kernelfleet::local::choose::PolicyArguments {
+                endpoint: run.policy.endpoint,
+                model: run.policy.model,
+                key_file: run.policy.key_file,
+                no_stream: run.policy.no_stream,
+                token_ids: run.policy.token_ids,
+                temperature: run.policy.temperature,
+                requests_per_minute: run.policy.requests_per_minute,
+                tokens_per_minute: run.policy.tokens_per_minute,
+                prices: run.policy.prices,
+                silence: run.policy.silence,
+                reply_tokens: run.policy.reply_tokens,
+                replay: run.policy.replay,
+            },
         }),
         Subcommands::Judge(judge) => commands::judge(&judge_arguments(judge)),
         Subcommands::Task(Task::Check { paths, root, device, seconds, syntax_only, output }) => {
@@ -302,6 +374,7 @@ fn dispatch(command: Subcommands) -> Result<(), Failure> {
             })
         }
         Subcommands::Export { result, package } => commands::export(&result, &package),
+        Subcommands::Replay { trajectory, full } => commands::replay(&trajectory, full),
         Subcommands::Doctor { output } => commands::doctor(output.get()),
         Subcommands::Crds { write } => commands::crds(write.as_deref()),
     }

@@ -58,7 +58,7 @@ fn a_job_that_this_machine_cannot_run_says_which_field_and_what_to_do() {
     let tasks = ["--tasks", "examples/tasks"];
     assert!(
         run(job("{endpoint: {name: a, model: b}}", ""), &tasks)
-            .contains("spec.policy.endpoint: a local run has no model yet")
+            .contains("spec.policy.endpoint: a local run knows no ModelEndpoint `a`; say where it is: --endpoint URL")
     );
     let enforced = run(job("{builtin: {}}", "  judge: {minimumGrade: enforced}\n"), &tasks);
     assert!(enforced.contains("spec.judge.minimumGrade: verdicts of the cpu device are `observed`"));

@@ -12,13 +12,15 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 use serde_json::{Value, json};
 
+use super::choose::{Chosen, PolicyArguments};
 use super::environment::{self, Environment};
 use super::progress::Progress;
 use super::run::{Bench, Court, Settings, Trouble};
 use super::summary::summarise;
-use super::{candidate, doctor, export, policy, render, run};
+use super::{candidate, choose, doctor, export, render, run};
 use crate::api::job::{self, OptimizationJob};
 use crate::api::manifest::{self, Manifest};
+use crate::judge::verdict::{LaunchEvidence, Reason};
 use crate::judge::{self, Candidate, Device, Effort, Judge, Options, Precision, Slice, TaskSource, Tolerance, Verdict};
 use crate::task::graph::Graph;
 use crate::task::{init, source, syntax};
@@ -284,6 +286,14 @@ impl Bench for Open {
     ) -> Result<(), Trouble> {
         Ok(self.0.judge_batch(candidates, effort, told)?)
     }
+
+    fn compile(&mut self, candidate: &Candidate) -> Result<Result<Vec<LaunchEvidence>, Reason>, Trouble> {
+        Ok(self.0.compile(candidate)?)
+    }
+
+    fn reference(&mut self) -> Result<Vec<LaunchEvidence>, Trouble> {
+        Ok(self.0.reference()?)
+    }
 }
 
 /// Sentences of the host's answer to `check`.
@@ -303,6 +313,7 @@ pub struct RunArguments {
     pub output: Output,
     /// Forgets earlier results of the same job.
     pub fresh: bool,
+    pub policy: PolicyArguments,
 }
 
 /// `kernelfleet run`.
@@ -324,8 +335,14 @@ pub fn run(arguments: &RunArguments) -> Result<(), Failure> {
     let stop = interrupts();
     let mut failed = 0;
     let mut values = Vec::new();
-    for (job, tasks) in &jobs {
-        let (value, text, faults) = one_job(job, tasks, device, &environment, arguments, stop)?;
+    let chosen: Vec<Chosen> = jobs
+        .iter()
+        .map(|(job, tasks)| {
+            choose::choose(job, &manifest, &arguments.policy, tasks, device, &environment).map_err(Failure::Request)
+        })
+        .collect::<Result<_, Failure>>()?;
+    for ((job, tasks), chosen) in jobs.iter().zip(&chosen) {
+        let (value, text, faults) = one_job(job, tasks, chosen, device, &environment, arguments, stop)?;
         failed += faults;
         if arguments.output == Output::Table {
             print(Output::Table, &value, || text)?;
@@ -340,7 +357,7 @@ pub fn run(arguments: &RunArguments) -> Result<(), Failure> {
     }
     if failed > 0 {
         return Err(Failure::Fault(format!(
-            "{failed} tasks were not judged because the judge failed; start again to try them again"
+            "{failed} tasks were not judged because the judge or the endpoint failed; start again to try them again"
         )));
     }
     Ok(())
@@ -350,12 +367,6 @@ pub fn run(arguments: &RunArguments) -> Result<(), Failure> {
 fn runnable(job: &OptimizationJob, device: Device) -> Result<(), Failure> {
     let name = job.metadata.name.as_deref().unwrap_or("job");
     let refuse = |field: &str, why: &str| Err(Failure::Request(format!("{name}: {field}: {why}")));
-    if job.spec.policy.endpoint.is_some() {
-        return refuse("spec.policy.endpoint", "a local run has no model yet, use `builtin: {}`");
-    }
-    if job.spec.policy.replay.is_some() {
-        return refuse("spec.policy.replay", "a local run can't replay yet, use `builtin: {}`");
-    }
     if job.spec.suspend {
         return refuse("spec.suspend", "the job is suspended; set it to false to run it");
     }
@@ -421,6 +432,7 @@ fn tasks_of(job: &OptimizationJob, manifest: &Manifest, arguments: &RunArguments
 fn one_job(
     job: &OptimizationJob,
     tasks: &[TaskSource],
+    chosen: &Chosen,
     device: Device,
     environment: &Environment,
     arguments: &RunArguments,
@@ -440,7 +452,7 @@ fn one_job(
     };
     let identity = json!({
         "judge": {"precision": options.precision, "tolerance": options.tolerance, "libraries": options.libraries, "inputs": options.inputs},
-        "policy": job.spec.policy, "turns": job.spec.agent.max_turns, "target": job.spec.target,
+        "policy": chosen.identity, "turns": job.spec.agent.max_turns, "target": job.spec.target,
         "device": device_word, "versions": environment.toolchain.versions,
     });
     let settings = Settings {
@@ -448,21 +460,12 @@ fn one_job(
         identity: identity.to_string(),
         most_attempts: usize::try_from(job.spec.agent.max_turns).unwrap_or(1),
         target: job.spec.target.clone(),
-        workers: match device {
-            Device::Cpu => 1,
-            Device::Cuda => job
-                .spec
-                .agent
-                .parallelism
-                .and_then(|most| usize::try_from(most).ok())
-                .unwrap_or(usize::MAX)
-                .min(environment.toolchain.threads * 3 / 4)
-                .clamp(1, 12),
-        },
+        workers: workers(job, chosen, device, environment.toolchain.threads),
     };
     eprintln!(
-        "{name}: {} tasks on the {device_word} device, results in {} (Ctrl-C keeps what is done, the same command goes on)",
+        "{name}: {} tasks on the {device_word} device by {}, results in {} (Ctrl-C keeps what is done, the same command goes on)",
         tasks.len(),
+        chosen.about,
         folder.display()
     );
     let began = Instant::now();
@@ -472,7 +475,6 @@ fn one_job(
         judge.warm();
     }
     let court = Real { judge, modules: environment.python.modules.clone() };
-    let policy = policy::Builtin::new(device, environment);
     let progress = Progress::new(tasks.len());
     let finished = AtomicBool::new(false);
     let outcomes = std::thread::scope(|scope| {
@@ -501,7 +503,7 @@ fn one_job(
                 std::process::exit(i32::from(Failure::Interrupted.status()));
             }
         });
-        let outcomes = run::run(tasks, &court, &policy, &settings, &progress, stop);
+        let outcomes = run::run(tasks, &court, chosen.policy.as_ref(), &settings, &progress, stop);
         finished.store(true, Ordering::Relaxed);
         outcomes
     });
@@ -525,6 +527,18 @@ fn one_job(
         folder.display()
     );
     Ok((value, text, summary.failed))
+}
+
+/// Tasks at once. On the CPU device whoever else works is measured too, so there it is more than one only where the
+/// job says so and a model thinks most of the time; on a card episodes of a model overlap as the job says.
+fn workers(job: &OptimizationJob, chosen: &Chosen, device: Device, threads: usize) -> usize {
+    let asked = job.spec.agent.parallelism.and_then(|most| usize::try_from(most).ok());
+    match (device, chosen.thinks) {
+        (Device::Cpu, false) => 1,
+        (Device::Cpu, true) => asked.unwrap_or(1).clamp(1, 64),
+        (Device::Cuda, false) => asked.unwrap_or(usize::MAX).min(threads * 3 / 4).clamp(1, 12),
+        (Device::Cuda, true) => asked.unwrap_or(8).clamp(1, 64),
+    }
 }
 
 /// Removes earlier results, and only those: a folder that holds anything else is left alone.
@@ -787,5 +801,17 @@ pub fn export(result: &Path, package: &Path) -> Result<(), Failure> {
     })?;
     let name = package.file_name().unwrap_or_default().to_string_lossy();
     eprintln!("wrote {}; next: from {name} import Model", package.display());
+    Ok(())
+}
+
+/// `kernelfleet replay`.
+///
+/// # Errors
+/// `Request` when the file is no trajectory.
+pub fn replay(path: &Path, full: bool) -> Result<(), Failure> {
+    use std::io::Write;
+    let lines = crate::agent::trajectory::read(path).map_err(Failure::request)?;
+    // Somebody who reads only the first turns (`| head`) is no failure.
+    let _ = write!(std::io::stdout().lock(), "{}", super::story::story(&lines, full));
     Ok(())
 }

@@ -1,12 +1,15 @@
 //! One machine: `kernelfleet run` and its sisters, on the same modules that a cluster uses.
 
 pub mod candidate;
+pub mod choose;
 pub mod commands;
 pub mod doctor;
 pub mod environment;
+pub mod episodes;
 pub mod export;
 pub mod policy;
 pub mod progress;
 pub mod render;
 pub mod run;
+pub mod story;
 pub mod summary;

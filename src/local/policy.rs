@@ -6,10 +6,9 @@
 use std::collections::BTreeMap;
 
 use super::environment::Environment;
-use super::run::{Episode, Policy};
+use super::run::{Episode, Halt, Policy, Work};
 use crate::agent::builtin::{Facts, Form, Variant, propose};
-use crate::judge::{Candidate, Device, TaskSource, Verdict};
-use crate::task::graph::Graph;
+use crate::judge::{Candidate, Device, Verdict};
 
 /// Kernels that move what they are given at this share of the memory's rate have nothing left that block sizes
 /// could give.
@@ -35,9 +34,11 @@ impl Builtin {
 }
 
 impl Policy for Builtin {
-    fn begin(&self, task: &TaskSource, graph: &Graph) -> Result<Box<dyn Episode>, String> {
-        let proposal = propose(task, graph, self.device, &self.facts).map_err(|declined| declined.to_string())?;
-        Ok(Box::new(Sweep::new(proposal.forms)))
+    fn work(&self, work: &mut Work<'_>) -> Result<(), Halt> {
+        let graph = work.trace()?;
+        let proposal = propose(work.task, &graph, self.device, &self.facts)
+            .map_err(|declined| Halt::Declined(declined.to_string()))?;
+        Ok(work.sweep(&mut Sweep::new(proposal.forms))?)
     }
 }
 
@@ -129,7 +130,9 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+    use crate::judge::TaskSource;
     use crate::judge::verdict::{Against, Grade, Interval, Measurement, PROCEDURE, Times};
+    use crate::task::graph::Graph;
 
     fn sweep() -> Sweep {
         let meta = json!({"dtype": "float32", "shape": [64, 1000], "strides": [1000, 1]});

@@ -409,6 +409,7 @@ pub(crate) mod tests {
                     shared_bytes: None,
                     local_bytes: None,
                     occupancy: None,
+                    roofline: None,
                     bytes: 134_217_728,
                     line: Some("model_new.py:9".into()),
                 }]
@@ -435,6 +436,7 @@ pub(crate) mod tests {
             idea: Some("one pass over each row".into()),
             verdict: Some(verdict),
             attempts: 6,
+            episode: None,
             seconds: 20.0,
         };
         let without = |task: &str, state, reason: &str| Outcome {
@@ -444,6 +446,7 @@ pub(crate) mod tests {
             idea: None,
             verdict: None,
             attempts: 0,
+            episode: None,
             seconds: 1.0,
         };
         vec![

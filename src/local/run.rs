@@ -1,6 +1,6 @@
 //! `kernelfleet run`: the tasks of a job, one after another or overlapped, to a folder of results.
 //!
-//! Knows the order of work on a task (check, propose, screen, judge the best in full), what is kept where, and
+//! Knows the order of work on a task (check, let the policy work, judge the best in full), what is kept where, and
 //! what a second start may skip. Must not know how a candidate is written or judged: those are the two traits.
 
 use std::collections::VecDeque;
@@ -18,8 +18,9 @@ use super::candidate;
 use super::environment::hex;
 use super::progress::Progress;
 use super::summary::{Outcome, State};
+use crate::agent::trajectory::Tail;
 use crate::api::job::{Baseline, Target};
-use crate::judge::verdict::{Measurement, PROCEDURE, Verdict};
+use crate::judge::verdict::{LaunchEvidence, Measurement, PROCEDURE, Reason, Verdict};
 use crate::judge::{Candidate, Effort, TaskSource};
 use crate::task::graph::Graph;
 
@@ -44,7 +45,7 @@ pub trait Court: Sync {
 }
 
 /// One open task of a judge.
-pub trait Bench {
+pub trait Bench: Send {
     /// Refusals of the contract, one sentence each; none means that the task is accepted.
     ///
     /// # Errors
@@ -65,18 +66,42 @@ pub trait Bench {
         effort: Effort,
         told: &mut dyn FnMut(usize, Verdict),
     ) -> Result<(), Trouble>;
+    /// Records and builds a candidate: the steps of its plan, or why there is none.
+    ///
+    /// # Errors
+    /// When that could not be tried.
+    fn compile(&mut self, candidate: &Candidate) -> Result<Result<Vec<LaunchEvidence>, Reason>, Trouble>;
+    /// What the reference runs.
+    ///
+    /// # Errors
+    /// When it can't be run.
+    fn reference(&mut self) -> Result<Vec<LaunchEvidence>, Trouble>;
 }
 
 /// Writes candidates.
 pub trait Policy: Sync {
-    /// Begins the work on a task.
+    /// Works on a task until it has nothing more to try: asks `work` for judgements, which keeps the best.
     ///
     /// # Errors
-    /// One sentence that says what it can't do.
-    fn begin(&self, task: &TaskSource, graph: &Graph) -> Result<Box<dyn Episode>, String>;
+    /// What it can't do, or what the judge met.
+    fn work(&self, work: &mut Work<'_>) -> Result<(), Halt>;
 }
 
-/// The work of a policy on one task.
+/// Why a policy ended before it had anything to show.
+#[derive(Clone, Debug)]
+pub enum Halt {
+    /// One sentence that says what it can't do.
+    Declined(String),
+    Trouble(Trouble),
+}
+
+impl From<Trouble> for Halt {
+    fn from(trouble: Trouble) -> Self {
+        Self::Trouble(trouble)
+    }
+}
+
+/// Candidates a batch at a time: the work of a policy that needs no more than their verdicts.
 pub trait Episode {
     /// The next candidates, each with one clause on what it does; none at its end. What may be judged
     /// without knowing the verdicts of the others comes at once: a card's judge overlaps their work.
@@ -184,8 +209,8 @@ fn one(
     }
     let began = Instant::now();
     progress.begin(&task.name);
-    let mut work = Work { task, settings, progress, stop, folder: &folder, attempts: 0 };
-    let mut outcome = match work.go(court, policy) {
+    let mut attempts = 0;
+    let mut outcome = match go(task, court, policy, settings, progress, stop, &folder, &mut attempts) {
         Ok(outcome) => outcome?,
         Err(trouble) => Outcome {
             state: match trouble {
@@ -199,7 +224,7 @@ fn one(
     if stop.load(Ordering::Relaxed) {
         return None;
     }
-    outcome.attempts = work.attempts;
+    outcome.attempts = attempts;
     outcome.seconds = began.elapsed().as_secs_f64();
     // A fault is tried again by the next start; all else is done.
     if outcome.state != State::Failed
@@ -225,46 +250,215 @@ fn empty(task: &TaskSource, reason: Option<String>) -> Outcome {
         idea: None,
         verdict: None,
         attempts: 0,
+        episode: None,
         seconds: 0.0,
     }
 }
 
-struct Work<'a> {
-    task: &'a TaskSource,
+/// A candidate that was judged, what it does, and what was said of it.
+#[derive(Clone, Debug)]
+pub struct Judged {
+    pub candidate: Candidate,
+    pub idea: String,
+    pub verdict: Verdict,
+}
+
+/// The work on one task: what a policy may ask for, and what is kept of the answers.
+pub struct Work<'a> {
+    pub task: &'a TaskSource,
+    /// The folder of the task's results.
+    pub folder: &'a Path,
+    pub progress: &'a Progress,
+    pub stop: &'a AtomicBool,
     settings: &'a Settings,
-    progress: &'a Progress,
-    stop: &'a AtomicBool,
-    folder: &'a Path,
+    bench: Box<dyn Bench + 'a>,
+    log: std::fs::File,
     attempts: usize,
+    best: Option<Judged>,
+    wrong: Option<Judged>,
+    reached: bool,
+    last: Option<Judged>,
+    /// How the policy's episode ended, where it has one.
+    pub episode: Option<Tail>,
+}
+
+impl std::fmt::Debug for Work<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Work").field("task", &self.task.name).field("attempts", &self.attempts).finish_non_exhaustive()
+    }
+}
+
+fn disk(error: std::io::Error) -> Trouble {
+    Trouble::Fault(format!("results can't be written: {error}"))
+}
+
+/// `Ok(None)` when the run was stopped.
+#[allow(clippy::too_many_arguments)]
+fn go(
+    task: &TaskSource,
+    court: &dyn Court,
+    policy: &dyn Policy,
+    settings: &Settings,
+    progress: &Progress,
+    stop: &AtomicBool,
+    folder: &Path,
+    attempts: &mut usize,
+) -> Result<Option<Outcome>, Trouble> {
+    std::fs::create_dir_all(folder).map_err(disk)?;
+    std::fs::write(folder.join("task.py"), &task.source).map_err(disk)?;
+    let log = std::fs::File::create(folder.join("attempts.jsonl")).map_err(disk)?;
+    progress.say(&task.name, "opening");
+    let mut bench = court.open(task)?;
+    progress.say(&task.name, "checking");
+    let refusals = bench.check()?;
+    if !refusals.is_empty() {
+        return Ok(Some(Outcome { state: State::Refused, ..empty(task, Some(refusals.join("; "))) }));
+    }
+    let mut work = Work {
+        task,
+        folder,
+        progress,
+        stop,
+        settings,
+        bench,
+        log,
+        attempts: 0,
+        best: None,
+        wrong: None,
+        reached: false,
+        last: None,
+        episode: None,
+    };
+    let worked = policy.work(&mut work);
+    *attempts = work.attempts;
+    if work.stopped() {
+        return Ok(None);
+    }
+    match worked {
+        Ok(()) => {}
+        Err(Halt::Trouble(trouble)) => return Err(trouble),
+        Err(Halt::Declined(reason)) => {
+            let episode = work.episode.take();
+            return Ok(Some(Outcome { state: State::Declined, episode, ..empty(task, Some(reason)) }));
+        }
+    }
+    work.finish()?;
+    let episode = work.episode.take();
+    let Some(Judged { candidate, idea, verdict }) = work.last.take() else {
+        let reason = match &episode {
+            None => "the policy wrote no candidate".to_owned(),
+            Some(tail) => format!("no candidate was judged; the episode ended ({}): {}", tail.end.word(), tail.reason),
+        };
+        return Ok(Some(Outcome { state: State::Declined, episode, ..empty(task, Some(reason)) }));
+    };
+    let kept = candidate::write(&folder.join("best"), &candidate).and_then(|()| {
+        let text = serde_json::to_string_pretty(&verdict).map_err(std::io::Error::other)?;
+        replace(&folder.join("verdict.json"), &text)
+    });
+    kept.map_err(disk)?;
+    Ok(Some(Outcome { idea: Some(idea), verdict: Some(verdict), episode, ..empty(task, None) }))
 }
 
 impl Work<'_> {
-    /// `Ok(None)` when the run was stopped.
-    fn go(&mut self, court: &dyn Court, policy: &dyn Policy) -> Result<Option<Outcome>, Trouble> {
-        let stopped = || self.stop.load(Ordering::Relaxed);
-        let disk = |e: std::io::Error| Trouble::Fault(format!("results can't be written: {e}"));
-        std::fs::create_dir_all(self.folder).map_err(disk)?;
-        std::fs::write(self.folder.join("task.py"), &self.task.source).map_err(disk)?;
-        let mut log = std::fs::File::create(self.folder.join("attempts.jsonl")).map_err(disk)?;
-        self.progress.say(&self.task.name, "opening");
-        let mut bench = court.open(self.task)?;
-        self.progress.say(&self.task.name, "checking");
-        let refusals = bench.check()?;
-        if !refusals.is_empty() {
-            return Ok(Some(Outcome { state: State::Refused, ..empty(self.task, Some(refusals.join("; "))) }));
-        }
-        let graph = bench.trace()?;
-        let mut episode = match policy.begin(self.task, &graph) {
-            Ok(episode) => episode,
-            Err(reason) => return Ok(Some(Outcome { state: State::Declined, ..empty(self.task, Some(reason)) })),
-        };
-        let mut best: Option<(Candidate, String, Verdict)> = None;
-        let mut wrong: Option<(Candidate, String, Verdict)> = None;
-        let mut reached = false;
-        while self.attempts < self.settings.most_attempts && !reached {
-            if stopped() {
-                return Ok(None);
+    /// Whether the run was interrupted.
+    #[must_use]
+    pub fn stopped(&self) -> bool {
+        self.stop.load(Ordering::Relaxed)
+    }
+
+    /// Whether the job's target is reached.
+    #[must_use]
+    pub const fn reached(&self) -> bool {
+        self.reached
+    }
+
+    /// The best correct candidate so far.
+    #[must_use]
+    pub const fn best(&self) -> Option<&Judged> {
+        self.best.as_ref()
+    }
+
+    /// The job's target.
+    #[must_use]
+    pub const fn target(&self) -> Option<&Target> {
+        self.settings.target.as_ref()
+    }
+
+    /// The reference's operator graph.
+    ///
+    /// # Errors
+    /// As `Bench::trace`.
+    pub fn trace(&mut self) -> Result<Graph, Trouble> {
+        self.bench.trace()
+    }
+
+    /// As `Bench::compile`; no attempt.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn compile(&mut self, candidate: &Candidate) -> Result<Result<Vec<LaunchEvidence>, Reason>, Trouble> {
+        self.bench.compile(candidate)
+    }
+
+    /// As `Bench::reference`.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn reference(&mut self) -> Result<Vec<LaunchEvidence>, Trouble> {
+        self.bench.reference()
+    }
+
+    /// Whether a candidate is correct; no attempt, and nothing is kept of it.
+    ///
+    /// # Errors
+    /// As `Bench::judge`.
+    pub fn verify(&mut self, candidate: &Candidate) -> Result<Verdict, Trouble> {
+        let mut verdict = None;
+        self.bench.judge(std::slice::from_ref(candidate), Effort::Verify, &mut |_, v| verdict = Some(v))?;
+        verdict.ok_or_else(|| Trouble::Fault("the judge gave no verdict".into()))
+    }
+
+    /// Judges candidates as attempts at the task: each is written down, and the best is kept.
+    ///
+    /// # Errors
+    /// As `Bench::judge`, or when the disk refuses.
+    pub fn attempt(
+        &mut self,
+        part: &[(Candidate, String)],
+        effort: Effort,
+        told: &mut dyn FnMut(usize, &Verdict),
+    ) -> Result<(), Trouble> {
+        let candidates: Vec<Candidate> = part.iter().map(|(c, _)| c.clone()).collect();
+        let mut written = Ok(());
+        let Self { bench, log, attempts, best, wrong, reached, settings, .. } = self;
+        bench.judge(&candidates, effort, &mut |index, verdict| {
+            let Some((candidate, idea)) = part.get(index) else { return };
+            *attempts += 1;
+            let files = &candidate.files;
+            let line = json!({"attempt": *attempts, "idea": idea, "verdict": verdict, "files": files});
+            if let Err(e) = writeln!(log, "{line}") {
+                written = Err(e);
             }
+            told(index, &verdict);
+            let judged = Judged { candidate: candidate.clone(), idea: idea.clone(), verdict };
+            if judged.verdict.correct {
+                *reached |= reaches(&judged.verdict, settings.target.as_ref());
+                if best.as_ref().is_none_or(|b| score(&judged.verdict) > score(&b.verdict)) {
+                    *best = Some(judged);
+                }
+            } else if wrong.is_none() {
+                *wrong = Some(judged);
+            }
+        })?;
+        written.map_err(disk)
+    }
+
+    /// Plays an episode of batches to its end: no more candidates, no more attempts, or the target.
+    ///
+    /// # Errors
+    /// As `attempt`.
+    pub fn sweep(&mut self, episode: &mut dyn Episode) -> Result<(), Trouble> {
+        while self.attempts < self.settings.most_attempts && !self.reached && !self.stopped() {
             let mut batch = episode.next();
             batch.truncate(self.settings.most_attempts - self.attempts);
             if batch.is_empty() {
@@ -273,56 +467,37 @@ impl Work<'_> {
             // On the CPU, and where a stop must be heeded soon, small steps; a card's judge overlaps within one.
             let step = if self.settings.workers > 1 { 8 } else { 1 };
             for first in (0..batch.len()).step_by(step) {
-                if stopped() || reached {
+                if self.stopped() || self.reached {
                     break;
                 }
                 let part = batch.get(first..batch.len().min(first + step)).unwrap_or_default();
                 if let Some((_, idea)) = part.first() {
                     self.progress.say(&self.task.name, &format!("candidate {}: {idea}", self.attempts + 1));
                 }
-                let candidates: Vec<Candidate> = part.iter().map(|(c, _)| c.clone()).collect();
-                let mut written = Ok(());
-                let attempts = &mut self.attempts;
-                let target = self.settings.target.as_ref();
-                bench.judge(&candidates, Effort::Screen, &mut |index, verdict| {
-                    let Some((candidate, idea)) = part.get(index) else { return };
-                    *attempts += 1;
-                    let files = &candidate.files;
-                    let line = json!({"attempt": *attempts, "idea": idea, "verdict": verdict, "files": files});
-                    if let Err(e) = writeln!(log, "{line}") {
-                        written = Err(e);
-                    }
-                    episode.learn(first + index, &verdict);
-                    if verdict.correct {
-                        reached |= reaches(&verdict, target);
-                        if best.as_ref().is_none_or(|(_, _, b)| score(&verdict) > score(b)) {
-                            best = Some((candidate.clone(), idea.clone(), verdict));
-                        }
-                    } else if wrong.is_none() {
-                        wrong = Some((candidate.clone(), idea.clone(), verdict));
-                    }
-                })?;
-                written.map_err(disk)?;
+                self.attempt(part, Effort::Screen, &mut |index, verdict| episode.learn(first + index, verdict))?;
             }
         }
-        if stopped() {
-            return Ok(None);
+        Ok(())
+    }
+
+    /// The final judgement of the best candidate, under fresh seeds: that is the score, not the luckiest screening.
+    /// Of candidates that were all wrong the first is judged. `None` where there is none. The same candidate is judged
+    /// so once.
+    ///
+    /// # Errors
+    /// As `Bench::judge`.
+    pub fn finish(&mut self) -> Result<Option<&Judged>, Trouble> {
+        if let Some(chosen) = self.best.as_ref().or(self.wrong.as_ref())
+            && self.last.as_ref().is_none_or(|last| last.candidate != chosen.candidate)
+        {
+            self.progress.say(&self.task.name, "judging the best in full");
+            let mut verdict = None;
+            let candidate = std::slice::from_ref(&chosen.candidate);
+            self.bench.judge(candidate, Effort::Final, &mut |_, v| verdict = Some(v))?;
+            let verdict = verdict.ok_or_else(|| Trouble::Fault("the judge gave no verdict".into()))?;
+            self.last = Some(Judged { verdict, ..chosen.clone() });
         }
-        let Some((candidate, idea, _)) = best.or(wrong) else {
-            let reason = "the policy wrote no candidate".to_owned();
-            return Ok(Some(Outcome { state: State::Declined, ..empty(self.task, Some(reason)) }));
-        };
-        // The score is the final judgement of the best, under fresh seeds, not the luckiest screening.
-        self.progress.say(&self.task.name, "judging the best in full");
-        let mut verdict = None;
-        bench.judge(std::slice::from_ref(&candidate), Effort::Final, &mut |_, v| verdict = Some(v))?;
-        let verdict = verdict.ok_or_else(|| Trouble::Fault("the judge gave no verdict".into()))?;
-        let kept = candidate::write(&self.folder.join("best"), &candidate).and_then(|()| {
-            let text = serde_json::to_string_pretty(&verdict).map_err(std::io::Error::other)?;
-            replace(&self.folder.join("verdict.json"), &text)
-        });
-        kept.map_err(disk)?;
-        Ok(Some(Outcome { idea: Some(idea), verdict: Some(verdict), ..empty(self.task, None) }))
+        Ok(self.last.as_ref())
     }
 }
 
@@ -399,6 +574,12 @@ mod tests {
     }
 
     impl Bench for Page<'_> {
+        fn compile(&mut self, _: &Candidate) -> Result<Result<Vec<LaunchEvidence>, Reason>, Trouble> {
+            Ok(Ok(vec![]))
+        }
+        fn reference(&mut self) -> Result<Vec<LaunchEvidence>, Trouble> {
+            Ok(vec![])
+        }
         fn check(&mut self) -> Result<Vec<String>, Trouble> {
             Ok(if self.1 == "zeros" { vec!["zeros would pass".into()] } else { vec![] })
         }
@@ -433,12 +614,13 @@ mod tests {
     struct List(VecDeque<&'static str>);
 
     impl Policy for Listed {
-        fn begin(&self, task: &TaskSource, _: &Graph) -> Result<Box<dyn Episode>, String> {
-            match task.source.as_str() {
-                "attention" => Err("attention is not a family that it knows".into()),
-                "wrong" => Ok(Box::new(List(["0", "0"].into()))),
-                _ => Ok(Box::new(List(["2", "0", "4", "3"].into()))),
-            }
+        fn work(&self, work: &mut Work<'_>) -> Result<(), Halt> {
+            let mut list = match work.task.source.as_str() {
+                "attention" => return Err(Halt::Declined("attention is not a family that it knows".into())),
+                "wrong" => List(["0", "0"].into()),
+                _ => List(["2", "0", "4", "3"].into()),
+            };
+            Ok(work.sweep(&mut list)?)
         }
     }
 
@@ -554,6 +736,12 @@ mod tests {
             told: &mut dyn FnMut(usize, Verdict),
         ) -> Result<(), Trouble> {
             self.1.judge(candidates, effort, told)
+        }
+        fn compile(&mut self, candidate: &Candidate) -> Result<Result<Vec<LaunchEvidence>, Reason>, Trouble> {
+            self.1.compile(candidate)
+        }
+        fn reference(&mut self) -> Result<Vec<LaunchEvidence>, Trouble> {
+            self.1.reference()
         }
     }
 

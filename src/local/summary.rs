@@ -35,6 +35,9 @@ pub struct Outcome {
     pub verdict: Option<Verdict>,
     /// Candidates that were judged, the final judgement not counted.
     pub attempts: usize,
+    /// How the policy's episode ended, where it has one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub episode: Option<crate::agent::trajectory::Tail>,
     pub seconds: f64,
 }
 

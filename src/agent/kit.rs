@@ -1,0 +1,81 @@
+//! What a workspace begins with: the layout that models are trained on.
+//!
+//! Knows the files. Must not know who uses them. The files in `utils/` ask the desk and decide nothing.
+
+use std::collections::BTreeMap;
+
+use crate::judge::{Device, TaskSource};
+
+const SKILL: &str = include_str!("../../agent-image/skill/SKILL.md");
+const COMPILE: &str = include_str!("../../agent-image/skill/utils/compile.sh");
+const VERIFICATION: &str = include_str!("../../agent-image/skill/utils/verification.py");
+const PROFILING: &str = include_str!("../../agent-image/skill/utils/profiling.py");
+const MODEL_NEW: &str = include_str!("../../agent-image/skill/model_new.py");
+
+/// Who the model is.
+pub const SYSTEM: &str = "You are an expert in writing fast kernels. You work alone in a workspace on one task, with tools; \
+nobody answers questions. Work until the task is done, then answer without a tool call.";
+
+/// The files of a workspace for a task.
+#[must_use]
+pub fn files(task: &TaskSource, device: Device) -> BTreeMap<String, Vec<u8>> {
+    let suffix = match device {
+        Device::Cpu => "cpp",
+        Device::Cuda => "cu",
+    };
+    [
+        ("SKILL.md", SKILL.to_owned()),
+        ("model.py", task.source.clone()),
+        ("model_new.py", MODEL_NEW.replace("{suffix}", suffix)),
+        ("kernels/.keep", String::new()),
+        ("utils/compile.sh", COMPILE.to_owned()),
+        ("utils/verification.py", VERIFICATION.to_owned()),
+        ("utils/profiling.py", PROFILING.to_owned()),
+    ]
+    .into_iter()
+    .map(|(name, text)| (name.to_owned(), text.into_bytes()))
+    .collect()
+}
+
+/// What a task's job says that a prompt must.
+#[derive(Clone, Debug)]
+pub struct Brief {
+    pub device: Device,
+    /// What kernels run on, in words.
+    pub hardware: String,
+    pub libraries: Vec<String>,
+    pub turns: u32,
+    /// The job's own target, as a clause.
+    pub target: Option<String>,
+}
+
+/// The first message.
+#[must_use]
+pub fn prompt(brief: &Brief) -> String {
+    let (language, suffix) = match brief.device {
+        Device::Cuda => ("CUDA C++", "cu"),
+        Device::Cpu => ("C++ with OpenMP", "cpp"),
+    };
+    let libraries = if brief.libraries.is_empty() {
+        "No library call is allowed.".to_owned()
+    } else {
+        format!("Allowed library calls: {}.", brief.libraries.join(", "))
+    };
+    let target = brief.target.as_ref().map(|t| format!(" The work ends at once when {t}.")).unwrap_or_default();
+    format!(
+        "Make the PyTorch model in model.py faster: write ModelNew in model_new.py, with kernels of your own in {language} \
+         (kernels/*.{suffix}), for {hardware}. It must be correct and more than 5 % faster than both eager PyTorch and torch.compile; \
+         faster still is better.{target}\n\n\
+         Read SKILL.md first: it says how kernels are launched, what is refused and why, and what to try in which order. Then:\n\
+         1. Read model.py; see what the reference spends its time on: python3 utils/profiling.py --reference\n\
+         2. Write the kernels and model_new.py.\n\
+         3. bash utils/compile.sh until it is OK.\n\
+         4. python3 utils/verification.py until it is CORRECT.\n\
+         5. python3 utils/profiling.py: speedups, and what each launch takes.\n\
+         6. Improve what takes the most time; go on with 3. Keep what was fastest.\n\n\
+         {libraries} You have {turns} turns. The best candidate that was profiled is judged once more at the end, on inputs never seen before; \
+         speed counts only if it is correct. Only measurements of utils/ count; nothing else of yours runs on the measured device.",
+        hardware = brief.hardware,
+        turns = brief.turns,
+    )
+}
