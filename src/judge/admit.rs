@@ -740,6 +740,7 @@ const ATTRIBUTES: &[(u8, u8)] = &[
     (3, 0x50),   // SPARSE_MMA_MASK
     (ANY, 0x53), // GEN_ERRBAR_AT_EXIT
     (1, 0x54),   // REG_RECONFIG
+    (4, 0x55),   // ANNOTATIONS
     (4, 0x59),   // LOCAL_CTA_ASYNC_STORE_OFFSETS
     (1, 0x5b),   // BLOCKS_ARE_CLUSTERS
     (3, 0x5f),   // MERCURY_ISA_VERSION

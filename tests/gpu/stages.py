@@ -50,6 +50,14 @@ def command(arguments: list[str], seconds: float = SECONDS) -> tuple[int, str, s
     return status, out, err, time.monotonic() - start
 
 
+def judged(folder: Path) -> dict[str, Any]:
+    """Device and versions as the first kept verdict names them."""
+    for path in sorted(folder.glob("**/verdict.json")):
+        verdict = json.loads(path.read_text())
+        return {"device": verdict["device"], "versions": verdict["versions"]}
+    return {"device": {}, "versions": {}}
+
+
 def facts() -> dict[str, Any]:
     """Commit, card, driver and versions, for every evidence file."""
     status, out, err, _ = command(["doctor", "-o", "json"], 120)
@@ -142,30 +150,32 @@ def policy(tasks: Path) -> dict[str, Any]:
     arguments = ["run", str(job), "--device", "cuda", "--results", str(WORK / "policy"), "-o", "json"]
     for level in levels:
         arguments += ["--tasks", str(tasks / f"level{level}")]
-    status, out, err, seconds = command(arguments, float(os.environ.get("KERNELFLEET_STAGE_SECONDS", SECONDS)))
-    summary = json.loads(out) if out.strip().startswith("{") else None
-    rows = outcomes(WORK / "policy")
-    return {
-        "status": status,
-        "levels": levels,
-        "seconds": seconds,
-        "rows": rows,
-        "summary": summary,
-        "stderr": err[-6000:],
-    }
+    status, _, err, seconds = command(arguments, float(os.environ.get("KERNELFLEET_STAGE_SECONDS", SECONDS)))
+    if status not in (0, 124, 130):
+        print(err[-6000:], file=sys.stderr)
+    rows = outcomes(WORK / "policy", tasks)
+    return {"status": status, "levels": levels, "seconds": seconds, "cut": status == 124, "rows": rows}
 
 
-def outcomes(folder: Path) -> list[dict[str, Any]]:
+def outcomes(folder: Path, tasks: Path) -> list[dict[str, Any]]:
     """One row a task that is done, from what `kernelfleet run` keeps; a stage that was cut has fewer."""
+
+    def number(path: Path) -> tuple[int, str]:
+        head = path.parent.name.split("_")[0]
+        return (int(head) if head.isdigit() else 0, path.parent.name)
+
     rows = []
-    for path in sorted(folder.glob("**/outcome.json")):
+    for path in sorted(folder.glob("**/outcome.json"), key=number):
         outcome = json.loads(path.read_text())["outcome"]
         verdict = outcome.get("verdict") or {}
         rows.append(
             {
                 "task": outcome["task"],
                 "state": outcome["state"],
-                "reason": outcome.get("reason") or (verdict.get("reason") or {}).get("message"),
+                "reason": (outcome.get("reason") or (verdict.get("reason") or {}).get("message") or "").replace(
+                    f"{tasks}/", ""
+                )
+                or None,
                 "code": (verdict.get("reason") or {}).get("code"),
                 "attempts": outcome["attempts"],
                 "seconds": round(outcome["seconds"], 1),
@@ -315,7 +325,13 @@ def main() -> int:
             **about,
             "result": result,
         }
-        (given.out / f"{stage}.json").write_text(json.dumps(text, indent=1) + "\n")
+        name = stage
+        if stage == "policy":
+            text |= judged(WORK / "policy")
+            del text["doctor"]  # type: ignore[arg-type]
+            name = f"policy-level{'-'.join(result['levels'])}"
+            text["command"] = f"KERNELFLEET_LEVELS={','.join(result['levels'])} {text['command']}"
+        (given.out / f"{name}.json").write_text(json.dumps(text, indent=1) + "\n")
         print(f"stage {stage}: {time.monotonic() - start:.0f} s", flush=True)
     return 0
 

@@ -289,3 +289,10 @@ fn the_matrix_products_of_the_built_in_policy_are_admitted() {
     let image = admit(&image, "sm_90a").unwrap();
     assert_eq!(image.kernels.len(), 5);
 }
+
+/// A kernel of the built-in policy in whose image the compiler leaves annotations.
+#[test]
+fn annotations_of_the_compiler_are_harmless() {
+    let Some(image) = built(include_str!("annotated.cu"), &[CUBIN, &["-DK1_THREADS=512"]].concat()) else { return };
+    admit(&image, "sm_90a").unwrap();
+}
