@@ -1,6 +1,6 @@
 # What a person types. `make demo` and `make test` need no other step before them.
 .DEFAULT_GOAL := help
-.PHONY: help demo env env-dev build test fmt lint crds soak clean
+.PHONY: help demo env env-dev build test fmt lint crds soak soak-agents clean
 
 PYTHON := .kernelfleet/python/bin/python
 
@@ -34,6 +34,9 @@ crds: ## writes crds/ from src/api
 
 soak: env build ## the demo again and again for SOAK_MINUTES (default 30): leaks, flaky verdicts, leftovers
 	@$(PYTHON) tests/soak.py --minutes $${SOAK_MINUTES:-30}
+
+soak-agents: ## eight agents of 200 turns against a scripted endpoint: lost turns, memory of an agent
+	cargo test --release --locked --test agents_soak -- --ignored --nocapture
 
 clean: ## build outputs and results; keeps the Python environment
 	cargo clean

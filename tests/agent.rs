@@ -245,7 +245,7 @@ fn a_good_episode_reads_writes_mends_profiles_and_solves_its_task() {
     let again = home.run(&["--endpoint", &server.url()]);
     assert!(again.status.success() && server.requests().len() == before, "{}", says(&again));
 
-    // The recording plays again without a model, and shows in a terminal.
+    // The recording plays again without a model, from a ConfigMap of the manifest too, and shows in a terminal.
     let recorded = home.path("recorded.jsonl");
     std::fs::copy(folder.join("trajectory.jsonl"), &recorded).unwrap();
     let replayed = home.run(&["--replay", recorded.to_str().unwrap(), "--fresh"]);
@@ -264,6 +264,32 @@ fn profiled_goal(lines: &[Line]) -> bool {
     let verdicts = judged(lines).into_iter().filter(|j| j.0 == "profile");
     let mut verdicts = verdicts.map(|j| serde_json::from_value(j.1).unwrap());
     verdicts.any(|v| kernelfleet::agent::episode::reaches_goal(&v))
+}
+
+#[test]
+fn a_recording_in_a_config_map_plays_again_and_what_is_missing_is_named() {
+    let home = Home::new("{maxTurns: 5}");
+    let server = Server::playing(vec![bash("echo recorded"), say("I stop."), say("I stop.")]);
+    let (_, lines) = home.play(&server, &[]);
+    assert_eq!(tail(&lines).end, End::Stopped);
+    let recorded = std::fs::read_to_string(home.path("results/job/chain/trajectory.jsonl")).unwrap();
+    let job = std::fs::read_to_string(home.path("job.yaml")).unwrap();
+    let replay = job.replace("endpoint: {name: here, model: scripted}", "replay: {configMap: recordings}");
+    std::fs::write(home.path("job.yaml"), &replay).unwrap();
+    let missing = home.run(&[]);
+    assert_eq!(missing.status.code(), Some(2));
+    assert!(says(&missing).contains("spec.policy.replay.configMap: the file holds no ConfigMap `recordings`"));
+    let quoted: String = recorded.lines().map(|l| format!("    {l}\n")).collect();
+    let map = format!(
+        "---\napiVersion: v1\nkind: ConfigMap\nmetadata: {{name: recordings}}\ndata:\n  chain.jsonl: |\n{quoted}"
+    );
+    std::fs::write(home.path("job.yaml"), format!("{replay}{map}")).unwrap();
+    let output = home.run(&["--fresh"]);
+    assert!(output.status.success(), "{}", says(&output));
+    let again = trajectory::read(&home.path("results/job/chain/trajectory.jsonl")).unwrap();
+    assert_eq!((tail(&again).end, tail(&again).turns, tail(&again).usage), (End::Stopped, 3, tail(&lines).usage));
+    assert_eq!(results(&again), results(&lines));
+    assert_eq!(server.requests().len(), 3, "the second time nobody was asked");
 }
 
 fn no_key_below(folder: &Path) {

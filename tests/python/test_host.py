@@ -195,6 +195,18 @@ def test_a_task_is_opened_with_its_shapes_state_and_constructor_arguments(host: 
     assert opened["init"] == "[]"
 
 
+def test_what_eager_runs_is_told_with_times_and_shares(host: Host) -> None:
+    judged = Judged(host, LINEAR)
+    judged.draw(1)
+    launches = host("profile", slot=0)["launches"]
+    names = [launch["name"] for launch in launches]
+    assert "aten::addmm" in names and "aten::relu" in names or "aten::clamp_min" in names, names
+    assert sum(launch["share"] for launch in launches) == pytest.approx(1.0)
+    times = [launch["time_us"] for launch in launches]
+    assert times == sorted(times, reverse=True) and times[-1] > 0
+    assert all(launch["registers"] is None for launch in launches), "an operator on the CPU has no registers"
+
+
 def test_the_reference_itself_computed_elsewhere_passes_and_a_small_error_does_not(host: Host) -> None:
     judged = Judged(host, LINEAR)
     (x,) = judged.draw(1)
