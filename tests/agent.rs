@@ -259,6 +259,45 @@ fn a_good_episode_reads_writes_mends_profiles_and_solves_its_task() {
     assert!(shown.contains("== turn 17") && shown.contains("== end: ") && shown.contains("-> MultiEdit"), "{shown}");
 }
 
+#[test]
+fn an_interrupted_episode_ends_soon_and_leaves_nothing() {
+    use std::io::BufRead;
+    let home = Home::new("{maxTurns: 5}");
+    // The second answer never comes, and something runs in the sandbox meanwhile.
+    let first = call("Bash", json!({"command": "sleep 1000", "run_in_background": true}));
+    let server = Server::playing(vec![first, Act::Hang]);
+    let temp = home.path("tmp");
+    std::fs::create_dir(&temp).unwrap();
+    let mut child = home
+        .program()
+        .args([
+            "run",
+            home.path("job.yaml").to_str().unwrap(),
+            "--device",
+            "cpu",
+            "--endpoint",
+            &server.url(),
+            "--results",
+        ])
+        .arg(home.path("results"))
+        .env("TMPDIR", &temp)
+        .stderr(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut lines = std::io::BufReader::new(child.stderr.take().unwrap()).lines();
+    assert!(lines.by_ref().any(|l| l.unwrap().contains("chain: turn 2")));
+    let began = std::time::Instant::now();
+    assert!(Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap().success());
+    let rest: Vec<String> = lines.map(|l| l.unwrap()).collect();
+    assert_eq!(child.wait().unwrap().code(), Some(130), "{rest:?}");
+    assert!(began.elapsed() < std::time::Duration::from_secs(15), "{rest:?}");
+    let left: Vec<_> = std::fs::read_dir(&temp).unwrap().map(|e| e.unwrap().path()).collect();
+    assert!(left.is_empty(), "{left:?}");
+    let lines = trajectory::read(&home.path("results/job/chain/trajectory.jsonl")).unwrap();
+    assert_eq!((tail(&lines).end, tail(&lines).turns), (End::Interrupted, 1));
+    assert!(!home.path("results/job/chain/outcome.json").exists());
+}
+
 /// Whether a profile in the episode reached the goal.
 fn profiled_goal(lines: &[Line]) -> bool {
     let verdicts = judged(lines).into_iter().filter(|j| j.0 == "profile");

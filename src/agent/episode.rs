@@ -459,7 +459,9 @@ impl Play<'_> {
                 sound = true;
             }
             (&call.name, &call.arguments, &content).hash(&mut step);
-            if i == last {
+            // Who waits for a background command asks the same again, and rightly.
+            let waits = reply.calls.iter().all(|c| c.name == "BashOutput") && word == Word::Done;
+            if i == last && !waits {
                 match self.steps.note(step.finish()) {
                     Repeats::No => {}
                     Repeats::Told(times) => {

@@ -227,6 +227,16 @@ fn right(table: &mut Table, columns: &[usize]) {
 /// The sentence of a task in the table of a run.
 #[must_use]
 pub fn outcome_sentence(outcome: &Outcome) -> String {
+    let text = verdict_sentence(outcome);
+    match &outcome.episode {
+        None => text,
+        Some(tail) => {
+            format!("{text} The episode ended after {} turns: {}.", tail.turns, tail.end.word().replace('_', " "))
+        }
+    }
+}
+
+fn verdict_sentence(outcome: &Outcome) -> String {
     match (outcome.state, &outcome.verdict) {
         (State::Judged, Some(verdict)) => match &outcome.idea {
             Some(idea) if verdict.correct => format!("{} {}", sentence(verdict), stop(&capital(idea))),

@@ -99,7 +99,8 @@ impl Server {
             }
         };
         let router = Router::new()
-            .route("/v1/chat/completions", post(answer))
+            .route("/v1/chat/completions", post(answer.clone()))
+            .route("/v1/completions", post(answer))
             .layer(axum::extract::DefaultBodyLimit::max(64 << 20));
         runtime.spawn(async move { axum::serve(listener, router).await.unwrap() });
         Self { address, state, runtime: Some(runtime) }
