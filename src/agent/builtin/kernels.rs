@@ -245,6 +245,8 @@ struct Built {
     inner: Vec<VarId>,
     sizes: Vec<i64>,
     asked_later: HashSet<(Vid, Vec<Ix>)>,
+    /// What windows read.
+    windows: Vec<Ix>,
 }
 
 /// Writes a kernel.
@@ -263,11 +265,12 @@ pub fn build(
     let sizes = |var: VarId| first.sizes[var];
     let groups =
         (merge_groups(&first.outer, &sizes, &first.accesses), merge_groups(&first.inner, &sizes, &first.accesses));
-    let again = write(ir, buffers, device, facts, spec, Some((&groups, &first.accesses, &first.asked_later)))?;
+    let again = write(ir, buffers, device, facts, spec, Some(&(groups, first)))?;
     Ok(again.kernel)
 }
 
-type Plan<'p> = Option<(&'p (Vec<Vec<VarId>>, Vec<Vec<VarId>>), &'p [Ix], &'p HashSet<(Vid, Vec<Ix>)>)>;
+/// Variables that can be one, and what else a first writing showed.
+type Plan<'p> = Option<&'p ((Vec<Vec<VarId>>, Vec<Vec<VarId>>), Built)>;
 
 /// Lines that set the variables of groups from a linear index.
 pub(super) fn decompose(linear: &str, groups: &[(String, i64)], lines: &mut Vec<String>) {
@@ -323,7 +326,7 @@ fn write<'a>(
     // Merged groups, innermost variable stands for the group.
     let single = |vars: &[VarId]| vars.iter().map(|&v| vec![v]).collect::<Vec<_>>();
     let (outer_groups, inner_groups) = match plan {
-        Some((groups, ..)) => groups.clone(),
+        Some((groups, _)) => groups.clone(),
         None => (single(&space.outer), single(&space.inner)),
     };
     for group in outer_groups.iter().chain(&inner_groups) {
@@ -349,7 +352,7 @@ fn write<'a>(
     let widest: i64 = if columns && bands.is_none() { 2 } else { 4 };
     if cuda && w.lane.is_some() {
         let lane = w.lane.unwrap_or(0);
-        let accesses: &[Ix] = plan.map_or(&[], |p| p.1);
+        let accesses: &[Ix] = plan.map_or(&[], |(_, first)| &first.accesses);
         let mut vector = widest;
         while vector > 1
             && (lane_size % vector != 0 || !accesses.iter().any(|ix| ix.coefficient(lane) == 1) || {
@@ -362,6 +365,11 @@ fn write<'a>(
             })
         {
             vector /= 2;
+        }
+        // What windows read comes one by one: neighbouring threads, not neighbouring elements of a thread, make
+        // whole lines of it.
+        if plan.is_some_and(|(_, first)| first.windows.iter().any(|ix| ix.coefficient(lane) == 1)) {
+            vector = 1;
         }
         let parallel = if columns { rows } else { total };
         if parallel / vector < 132 * 1024 && columns && bands.is_none() {
@@ -405,7 +413,7 @@ fn write<'a>(
             || (columns && length <= facts.register_row.min(32) && vector == 1));
     if cached {
         w.cache = Some(Cache {
-            wanted: plan.map(|p| p.2.clone()).unwrap_or_default(),
+            wanted: plan.map(|(_, first)| first.asked_later.clone()).unwrap_or_default(),
             index: if columns { "u".into() } else { "it".into() },
             extent: if columns { length.to_string() } else { "ITEMS".into() },
             ..Cache::default()
@@ -860,6 +868,7 @@ fn built(kernel: Kernel, w: Writer, space: Space, asked_later: HashSet<(Vid, Vec
         kernel,
         sizes: w.vars.list.iter().map(|v| v.size).collect(),
         accesses: w.accesses,
+        windows: w.loads.into_iter().filter(|(_, _, inside)| *inside).map(|(_, ix, _)| ix).collect(),
         outer: space.outer,
         inner: space.inner,
         asked_later,
