@@ -662,6 +662,10 @@ impl<'a> Scheduler<'a> {
                 words.push(label);
             }
         }
+        // A change of layout is worth a word where it is all that a kernel does.
+        if words.iter().any(|&word| word != "channels_last") {
+            words.retain(|&word| word != "channels_last");
+        }
         words.dedup();
         if words.is_empty() { "intermediate values".into() } else { words.join(", ") }
     }
