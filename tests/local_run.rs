@@ -36,12 +36,12 @@ spec:
                   return x
 "#;
 
-/// Rows of numbers that differ little from each other where inputs are scaled down: sums that round at each step, or a
-/// rounded mean, are off by more than the reference is.
-const NEARLY_EQUAL: &str = r#"
+/// Rows of numbers that differ little from each other where inputs are scaled down (sums that round at each step, or a
+/// rounded mean, are off by more than the reference is), and operators that the policy makes of simpler ones.
+const CORRECT: &str = r#"
 apiVersion: kernelfleet.dev/v1alpha1
 kind: OptimizationJob
-metadata: {name: equal}
+metadata: {name: correct}
 spec:
   agent: {maxTurns: 1}
   tasks:
@@ -63,6 +63,39 @@ spec:
 
           def get_inputs():
               return [torch.rand(4, 4, 128, 256)]
+
+          def get_init_inputs():
+              return []
+      - name: composed
+        source: |
+          import torch
+          import torch.nn.functional as F
+          from torch import nn
+
+          class Model(nn.Module):
+              def __init__(self):
+                  super().__init__()
+                  self.weight = nn.Parameter(torch.rand(5) + 0.5)
+                  self.slope = nn.PReLU(5)
+
+              def forward(self, x, target):
+                  shift = torch.tensor([0.5, -1.0, 2.0, 0.25, 3.0], device=x.device).view(5, 1, 1)
+                  return (
+                      F.avg_pool2d(x + shift, 3, 2, 1, ceil_mode=True, count_include_pad=False),
+                      F.adaptive_avg_pool2d(x, (5, 7)),
+                      F.adaptive_max_pool2d(x, (6, 4)),
+                      F.cross_entropy(x, target, weight=self.weight, ignore_index=2, reduction="none"),
+                      torch.cumsum(x > 0.5, 2),
+                      (x > 0.25).sum(1),
+                      torch.clamp(x, shift * x, x.flip(3)),
+                      F.pad(self.slope(x), (2, 1, 0, 3), mode="reflect"),
+                      torch.roll(F.pixel_shuffle(x[:, :4], 2), 3, 2),
+                      torch.std_mean(F.logsigmoid(x), 3),
+                      torch.linalg.vector_norm(x, 3, 1),
+                  )
+
+          def get_inputs():
+              return [torch.randn(16, 5, 13, 18), torch.randint(0, 5, (16, 13, 18))]
 
           def get_init_inputs():
               return []
@@ -129,13 +162,16 @@ fn a_job_gives_a_verified_kernel_a_report_and_a_package_and_is_not_done_twice() 
 }
 
 #[test]
-fn sums_over_long_rows_of_nearly_equal_numbers_are_as_exact_as_the_references() {
+fn long_sums_of_nearly_equal_numbers_and_composed_operators_are_correct() {
     let home = tempfile::tempdir().unwrap();
-    let done = run(home.path(), NEARLY_EQUAL);
+    let done = run(home.path(), CORRECT);
     let said = String::from_utf8_lossy(&done.stderr).into_owned();
     assert!(done.status.success(), "{said}");
     let summary: serde_json::Value = serde_json::from_slice(&done.stdout).unwrap();
-    assert!(summary["results"][0]["reward"].as_i64().unwrap() >= 1, "{summary}\n{said}");
+    for result in summary["results"].as_array().unwrap() {
+        assert!(result["reward"].as_i64().unwrap() >= 1, "{summary}\n{said}");
+    }
+    assert_eq!(summary["tasks"], 2);
 }
 
 #[test]

@@ -353,6 +353,12 @@ impl Judge {
         }))
     }
 
+    /// What `kernelfleet_ext.properties()` says of its device.
+    #[must_use]
+    pub const fn properties(&self) -> &serde_json::Value {
+        &self.device.properties
+    }
+
     /// The device that it judges on.
     #[must_use]
     pub const fn device(&self) -> Device {

@@ -474,6 +474,7 @@ fn one_job(
     if tasks.len() > 2 || device == Device::Cpu {
         judge.warm();
     }
+    let policy = policy::Builtin::new(device, environment, judge.properties());
     let court = Real { judge, modules: environment.python.modules.clone() };
     let progress = Progress::new(tasks.len());
     let finished = AtomicBool::new(false);

@@ -5,6 +5,8 @@
 
 use std::collections::BTreeMap;
 
+use serde_json::Value;
+
 use super::environment::Environment;
 use super::run::{Episode, Halt, Policy, Work};
 use crate::agent::builtin::{Facts, Form, Variant, propose};
@@ -25,11 +27,13 @@ pub struct Builtin {
 }
 
 impl Builtin {
-    /// For one device of this machine.
+    /// For one device of this machine, with its properties as a candidate is told them.
     #[must_use]
-    pub fn new(device: Device, environment: &Environment) -> Self {
+    pub fn new(device: Device, environment: &Environment, properties: &Value) -> Self {
         let threads = i64::try_from(environment.toolchain.threads).unwrap_or(1);
-        Self { device, facts: Facts { threads, ..Facts::default() } }
+        let known = Facts::default();
+        let multiprocessors = properties["multi_processor_count"].as_i64().unwrap_or(known.multiprocessors);
+        Self { device, facts: Facts { threads, multiprocessors, ..known } }
     }
 }
 

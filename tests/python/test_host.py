@@ -414,6 +414,15 @@ def test_a_trace_names_operators_lines_modules_and_constants(host: Host) -> None
     assert graph["outputs"] == graph["nodes"][-1]["ids"]
 
 
+def test_a_trace_has_the_value_of_a_constant_made_on_the_inputs_device(host: Host) -> None:
+    source = task("return torch.minimum(xs[0], torch.tensor([0.5, 2.0], device=xs[0].device))", "torch.rand(4, 2)")
+    host("open", source=source, path="t.py", device="cpu", precision="reference", threads=1, slots=1)
+    graph = host("trace")
+    assert [n["op"] for n in graph["nodes"]] == ["aten.lift_fresh.default", "aten.minimum.default"]
+    assert graph["nodes"][0]["args"] == [{"const": [0.5, 2.0]}]
+    assert graph["nodes"][1]["outputs"][0]["shape"] == [4, 2]
+
+
 def test_an_estimate_needs_no_memory(host: Host) -> None:
     source = task("return torch.relu(xs[0]) + 1", "torch.rand(1 << 20, 1 << 14)")
     said = host("estimate", source=source, path="t.py", device="cpu", precision="reference", threads=1, slots=1)

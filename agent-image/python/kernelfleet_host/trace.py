@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from kernelfleet_zygote import Refused
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -75,6 +76,19 @@ def meta_inputs(task: Task) -> list[Any]:
         else v
         for v in values
     ]
+
+
+class Valued(TorchFunctionMode):
+    """Keeps the values of constants: `torch.tensor(0.5, device=x.device)` on meta would lose them."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """One call of PyTorch's."""
+        kwargs = kwargs or {}
+        if func in (torch.tensor, torch.scalar_tensor) and torch.device(kwargs.get("device") or "cpu").type == "meta":
+            kwargs = {**kwargs, "device": "cpu"}
+        return func(*args, **kwargs)
 
 
 class Tracer(TorchDispatchMode):
@@ -304,7 +318,7 @@ class Traced:
             torch.nn.modules.module.register_module_forward_hook(leave),
         ]
         try:
-            with tracer:
+            with Valued(), tracer:
                 result = task.call(model, inputs)
         finally:
             for hook in hooks:

@@ -74,6 +74,7 @@ pub const fn accumulators(fold: Fold) -> &'static [(&'static str, &'static str)]
         Fold::Min => &[("float", "INFINITY")],
         Fold::ArgMax => &[("float", "-INFINITY"), ("index_t", "0x7fffffff")],
         Fold::ArgMin => &[("float", "INFINITY"), ("index_t", "0x7fffffff")],
+        Fold::Total => &[("long long", "0")],
         Fold::Moments => &[("double", "0.0"), ("double", "0.0")],
         Fold::SoftMax => &[("float", "-INFINITY"), ("float", "0.0f")],
     }
@@ -82,7 +83,7 @@ pub const fn accumulators(fold: Fold) -> &'static [(&'static str, &'static str)]
 /// Joins partial results `b` into `a`.
 pub fn merge(fold: Fold, a: &[String], b: &[String]) -> String {
     match fold {
-        Fold::Sum => format!("sum_merge({}, {});", a[0], b[0]),
+        Fold::Sum | Fold::Total => format!("sum_merge({}, {});", a[0], b[0]),
         Fold::Prod => format!("prod_merge({}, {});", a[0], b[0]),
         Fold::Max => format!("max_merge({}, {});", a[0], b[0]),
         Fold::Min => format!("min_merge({}, {});", a[0], b[0]),
@@ -397,11 +398,17 @@ impl<'a> Writer<'a> {
             Def::Point(op, args) => {
                 let operation = operation(op).ok_or_else(|| format!("no text for {op}"))?;
                 let out = ty(dtype);
+                // Integers are compared with integers: a float doesn't hold large ones.
+                let whole = out == Ty::Int
+                    || (out == Ty::Bool
+                        && args
+                            .iter()
+                            .any(|&arg| self.ir.number(arg).is_none() && ty(self.ir.vals[arg].dtype) == Ty::Int));
                 let mut text = operation.c.to_owned();
                 let mut level = 0;
                 for (k, &arg) in args.iter().enumerate() {
                     let operand = match self.ir.number(arg) {
-                        Some(number) if out == Ty::Int && number.fract() == 0.0 => {
+                        Some(number) if whole && number.fract() == 0.0 => {
                             Text { text: format!("{}LL", number as i64), level: 0, ty: Ty::Int }
                         }
                         Some(number) => Text { text: literal(number), level: 0, ty: Ty::Float },
@@ -575,7 +582,7 @@ impl<'a> Writer<'a> {
     pub fn accumulate(&mut self, reduce: Vid, names: &[String], value: &Text, at: &[Ix], pivot: &str) {
         let Def::Reduce { fold, arg, dims } = self.ir.def(reduce).clone() else { return };
         let line = match fold {
-            Fold::Sum => format!("sum_add({}, {});", names[0], value.text),
+            Fold::Sum | Fold::Total => format!("sum_add({}, {});", names[0], value.text),
             Fold::Prod => format!("prod_add({}, {});", names[0], value.text),
             Fold::Max => format!("max_add({}, {});", names[0], value.text),
             Fold::Min => format!("min_add({}, {});", names[0], value.text),
@@ -603,6 +610,7 @@ impl<'a> Writer<'a> {
         match fold {
             Fold::Sum => vec![(format!("(float){}", names[0]), Ty::Float)],
             Fold::ArgMax | Fold::ArgMin => vec![(names[1].clone(), Ty::Int)],
+            Fold::Total => vec![(names[0].clone(), Ty::Int)],
             Fold::Moments => {
                 let each = format!("{:?}", 1.0 / count as f64);
                 let mean = format!("({pivot} + {} * {each})", names[0]);

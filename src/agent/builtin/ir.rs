@@ -19,6 +19,8 @@ pub enum Fold {
     Min,
     ArgMax,
     ArgMin,
+    /// Sum of integers.
+    Total,
     /// Sums of `x - k` and of its square, k being the first element of the row, in one pass: the mean, what
     /// its rounding left (`x - mean - rest` is exact where `x` is near the mean), the variance.
     Moments,
@@ -203,6 +205,11 @@ impl Ir {
         self.add(Def::Num(Number(value)), vec![], Dtype::Float32)
     }
 
+    /// A number that leaves integers what they are.
+    pub fn whole(&mut self, value: i64) -> Vid {
+        self.add(Def::Num(Number(value as f64)), vec![], Dtype::Int64)
+    }
+
     /// The number that a value is, if it is one.
     pub fn number(&self, vid: Vid) -> Option<f64> {
         match self.def(vid) {
@@ -294,7 +301,7 @@ impl Ir {
         if dims.is_empty() {
             let zero = self.num(0.0);
             return match fold {
-                Fold::Sum | Fold::Prod | Fold::Max | Fold::Min => vec![arg],
+                Fold::Sum | Fold::Prod | Fold::Max | Fold::Min | Fold::Total => vec![arg],
                 Fold::ArgMax | Fold::ArgMin => vec![self.expand_number(0.0, &shape, Dtype::Int64)],
                 Fold::Moments => {
                     let nothing = self.point("mul", &[arg, zero], dtype);

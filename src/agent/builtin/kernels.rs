@@ -6,9 +6,10 @@
 use std::collections::{HashMap, HashSet};
 
 use super::Facts;
-use super::emit::{Buffer, Cache, Text, Writer, accumulators, element, merge};
+use super::emit::{Buffer, Cache, Text, Writer, accumulators, element, merge, ty};
 use super::index::{Ix, VarId, VarKind, contiguous, numel};
 use super::ir::{Def, Fold, Ir, Vid};
+use super::ops::Ty;
 use crate::plan::{Device, Dtype};
 
 /// A number that a sweep may change.
@@ -372,7 +373,7 @@ fn write<'a>(
             vector = 1;
         }
         let parallel = if columns { rows } else { total };
-        if parallel / vector < 132 * 1024 && columns && bands.is_none() {
+        if parallel / vector < facts.multiprocessors * 1024 && columns && bands.is_none() {
             vector = 1;
         }
         w.vector = vector;
@@ -1029,6 +1030,7 @@ fn scratch(kind: &str) -> &'static str {
     match kind {
         "float" => "torch.float32",
         "double" => "torch.float64",
+        "long long" => "torch.int64",
         _ => "index",
     }
 }
@@ -1381,7 +1383,14 @@ pub fn scan(
     at[dim] = Ix::var(e);
     w.lane = Some(e);
     let operator = if fold == Fold::Sum { "+" } else { "*" };
-    let start = if fold == Fold::Sum { "0.0f" } else { "1.0f" };
+    let dtype = ir.vals[vid].dtype;
+    let whole = ty(dtype) != Ty::Float;
+    let (kind, start) = match (whole, fold == Fold::Sum) {
+        (true, true) => ("long long", "0"),
+        (true, false) => ("long long", "1"),
+        (false, true) => ("float", "0.0f"),
+        (false, false) => ("float", "1.0f"),
+    };
     let rows: i64 = shape.iter().product::<i64>() / length;
     let spec = Spec {
         name: name.to_owned(),
@@ -1394,7 +1403,7 @@ pub fn scan(
         comment,
     };
     let mut kernel = Kernel::default();
-    if cuda && along && !reverse && length % 4 == 0 {
+    if cuda && along && !reverse && length % 4 == 0 && matches!(dtype, Dtype::Float32 | Dtype::Int64) {
         w.vector = 4;
     }
     let value = w.value(arg, &at)?;
@@ -1409,16 +1418,16 @@ pub fn scan(
         let body2 = w.take(2);
         let stores_vector = w.vector == 4;
         text.push(format!("constexpr int VEC = {vector};"));
-        text.push(format!("__shared__ float totals[2][{upper}_THREADS / 32];"));
+        text.push(format!("__shared__ {kind} totals[2][{upper}_THREADS / 32];"));
         text.push("const index_t row = blockIdx.x;".into());
         text.push("const int lane = threadIdx.x;".into());
         decompose("row", &outer, &mut text);
         text.append(&mut body);
-        text.push(format!("float carry = {start};"));
+        text.push(format!("{kind} carry = {start};"));
         text.push("int side = 0;".into());
         text.push(format!("for (index_t first = 0; first < {length}; first += {upper}_THREADS * VEC, side ^= 1) {{"));
         text.push("const index_t s0 = first + lane * VEC;".into());
-        text.push(format!("float acc[VEC] = {{{start}, {start}, {start}, {start}}};"));
+        text.push(format!("{kind} acc[VEC] = {{{start}, {start}, {start}, {start}}};"));
         text.push(format!("if (s0 < {length}) {{"));
         if stores_vector {
             text.push("const index_t e0 = s0;".into());
@@ -1438,20 +1447,20 @@ pub fn scan(
         text.push("}".into());
         text.push("#pragma unroll".into());
         text.push(format!("for (int j = 1; j < VEC; ++j) acc[j] = acc[j - 1] {operator} acc[j];"));
-        text.push("float total = acc[VEC - 1];".into());
+        text.push(format!("{kind} total = acc[VEC - 1];"));
         text.push("#pragma unroll".into());
         text.push("for (int o = 1; o < 32; o *= 2) {".into());
-        text.push("const float left = __shfl_up_sync(0xffffffffu, total, o);".into());
+        text.push(format!("const {kind} left = __shfl_up_sync(0xffffffffu, total, o);"));
         text.push(format!("if (lane % 32 >= o) total = left {operator} total;"));
         text.push("}".into());
-        text.push("float before = __shfl_up_sync(0xffffffffu, total, 1);".into());
+        text.push(format!("{kind} before = __shfl_up_sync(0xffffffffu, total, 1);"));
         text.push(format!("if (lane % 32 == 0) before = {start};"));
         text.push("if (lane % 32 == 31) totals[side][lane / 32] = total;".into());
         text.push("__syncthreads();".into());
-        text.push("float warps = carry;".into());
+        text.push(format!("{kind} warps = carry;"));
         text.push("#pragma unroll".into());
         text.push(format!("for (int k = 0; k < {upper}_THREADS / 32; ++k) {{"));
-        text.push("const float t = totals[side][k];".into());
+        text.push(format!("const {kind} t = totals[side][k];"));
         text.push(format!("if (k < lane / 32) warps = warps {operator} t;"));
         text.push(format!("carry = carry {operator} t;"));
         text.push("}".into());
@@ -1496,10 +1505,10 @@ pub fn scan(
         );
     } else {
         // One thread a row or column. On the CPU in double, as PyTorch does.
-        let kind = if cuda { "float" } else { "double" };
+        let kind = if cuda || whole { kind } else { "double" };
         w.scopes[2].push(format!("total = total {operator} {};", value.text));
         let index = w.index(&ix);
-        w.scopes[2].push(format!("{output}[{index}] = (float)total;"));
+        w.scopes[2].push(format!("{output}[{index}] = {}total;", if whole { "" } else { "(float)" }));
         let body0 = w.take(0);
         let body1 = w.take(1);
         let body2 = w.take(2);

@@ -19,8 +19,8 @@ pub struct Lowered {
     pub outputs: Vec<Vid>,
 }
 
-struct Lower {
-    ir: Ir,
+pub(super) struct Lower {
+    pub(super) ir: Ir,
     env: HashMap<String, Vid>,
     device: Device,
     op: String,
@@ -67,6 +67,7 @@ pub fn lower(graph: &Graph, device: Device) -> Result<Lowered, Declined> {
         if keep {
             let before = this.ir.vals.len();
             this.node(node)?;
+            this.whole_numbers(before)?;
             let label = this.op.split('.').next().unwrap_or_default().to_owned();
             for vid in before..this.ir.vals.len() {
                 this.ir.labels.insert(vid, label.clone());
@@ -94,7 +95,7 @@ fn tensors<'a>(value: &'a Value, into: &mut std::collections::HashSet<&'a str>) 
 }
 
 /// A number of an argument, `{"inf": 1}` included.
-fn number(value: &Value) -> Option<f64> {
+pub(super) fn number(value: &Value) -> Option<f64> {
     match value {
         Value::Number(n) => n.as_f64(),
         Value::Bool(b) => Some(f64::from(u8::from(*b))),
@@ -106,7 +107,7 @@ fn number(value: &Value) -> Option<f64> {
     }
 }
 
-fn ints(value: Option<&Value>) -> Option<Vec<i64>> {
+pub(super) fn ints(value: Option<&Value>) -> Option<Vec<i64>> {
     match value {
         Some(Value::Array(items)) => items.iter().map(Value::as_i64).collect(),
         Some(Value::Number(n)) => Some(vec![n.as_i64()?]),
@@ -114,12 +115,12 @@ fn ints(value: Option<&Value>) -> Option<Vec<i64>> {
     }
 }
 
-const fn float(dtype: Dtype) -> bool {
+pub(super) const fn float(dtype: Dtype) -> bool {
     matches!(dtype, Dtype::Float32 | Dtype::Float16 | Dtype::Bfloat16)
 }
 
 impl Lower {
-    fn declined(&self, reason: impl Into<String>) -> Declined {
+    pub(super) fn declined(&self, reason: impl Into<String>) -> Declined {
         Declined { operator: self.op.clone(), line: self.line, reason: reason.into() }
     }
 
@@ -131,7 +132,7 @@ impl Lower {
     }
 
     /// A tensor or number argument as a value.
-    fn value(&mut self, arg: Option<&Value>) -> Result<Vid, Declined> {
+    pub(super) fn value(&mut self, arg: Option<&Value>) -> Result<Vid, Declined> {
         if let Some(Value::Object(map)) = arg
             && let Some(Value::String(id)) = map.get("t")
         {
@@ -141,35 +142,38 @@ impl Lower {
                 .copied()
                 .ok_or_else(|| self.declined("it uses a tensor that is neither input, parameter nor result"));
         }
+        if let Some(whole) = arg.and_then(Value::as_i64) {
+            return Ok(self.ir.whole(whole));
+        }
         match arg.and_then(number) {
             Some(number) => Ok(self.ir.num(number)),
             None => Err(self.declined("an argument is neither tensor nor number")),
         }
     }
 
-    fn dtype(&self, vid: Vid) -> Dtype {
+    pub(super) fn dtype(&self, vid: Vid) -> Dtype {
         self.ir.vals[vid].dtype
     }
 
-    fn dim(&self, vid: Vid, dim: i64) -> usize {
+    pub(super) fn dim(&self, vid: Vid, dim: i64) -> usize {
         let rank = self.ir.shape(vid).len() as i64;
         usize::try_from(if dim < 0 { dim + rank.max(1) } else { dim }).unwrap_or(0)
     }
 
     /// Dimensions of a reduction; none given means all.
-    fn dims(&self, vid: Vid, arg: Option<&Value>) -> Vec<usize> {
+    pub(super) fn dims(&self, vid: Vid, arg: Option<&Value>) -> Vec<usize> {
         match ints(arg) {
             Some(list) if !list.is_empty() => list.iter().map(|&d| self.dim(vid, d)).collect(),
             _ => (0..self.ir.shape(vid).len()).collect(),
         }
     }
 
-    fn unary(&mut self, op: &'static str, x: Vid) -> Vid {
+    pub(super) fn unary(&mut self, op: &'static str, x: Vid) -> Vid {
         let dtype = self.dtype(x);
         self.ir.point(op, &[x], dtype)
     }
 
-    fn binary(&mut self, op: &'static str, a: Vid, b: Vid) -> Vid {
+    pub(super) fn binary(&mut self, op: &'static str, a: Vid, b: Vid) -> Vid {
         let (left, right) = (self.dtype(a), self.dtype(b));
         let number = |ir: &Ir, v| matches!(ir.def(v), Def::Num(_));
         // Numbers and 0-d tensors don't promote within a category; a floating operand wins over integers.
@@ -192,13 +196,32 @@ impl Lower {
     }
 
     /// `shape` without the dimensions in `dims`, unless they are kept.
-    fn squeeze(&mut self, vid: Vid, dims: &[usize], keep: bool) -> Vid {
+    pub(super) fn squeeze(&mut self, vid: Vid, dims: &[usize], keep: bool) -> Vid {
         if keep {
             return vid;
         }
         let shape = self.ir.shape(vid).to_vec();
         let shape = (0..shape.len()).filter(|d| !dims.contains(d)).map(|d| shape[d]).collect();
         self.ir.reshape(vid, shape)
+    }
+
+    /// Functions and extremes are those of floats, which large integers would lose digits in.
+    fn whole_numbers(&self, from: usize) -> Result<(), Declined> {
+        for val in &self.ir.vals[from..] {
+            let exact = match &val.def {
+                Def::Point(op, _) => {
+                    float(val.dtype)
+                        || val.dtype == Dtype::Bool
+                        || matches!(*op, "add" | "sub" | "mul" | "div" | "neg" | "where" | "cast")
+                }
+                Def::Reduce { fold, arg, .. } => float(self.dtype(*arg)) || *fold == Fold::Total,
+                _ => true,
+            };
+            if !exact {
+                return Err(self.declined("it is not attempted on integers"));
+            }
+        }
+        Ok(())
     }
 
     fn sum(&mut self, x: Vid, dims: &[usize]) -> Vid {
@@ -257,7 +280,7 @@ impl Lower {
         }
     }
 
-    fn mean(&mut self, x: Vid, dims: &[usize]) -> Vid {
+    pub(super) fn mean(&mut self, x: Vid, dims: &[usize]) -> Vid {
         let count: i64 = dims.iter().map(|&d| self.ir.shape(x)[d]).product();
         let sum = self.sum(x, dims);
         if count == 1 {
@@ -286,7 +309,7 @@ impl Lower {
         (matches!(self.ir.def(plain), Def::Convolution { .. }) && self.parameters_only(bias)).then_some((plain, bias))
     }
 
-    fn affine(&mut self, mut y: Vid, weight: Option<Vid>, bias: Option<Vid>) -> Vid {
+    pub(super) fn affine(&mut self, mut y: Vid, weight: Option<Vid>, bias: Option<Vid>) -> Vid {
         if let Some(weight) = weight {
             y = self.binary("mul", y, weight);
         }
@@ -296,7 +319,7 @@ impl Lower {
         y
     }
 
-    fn optional(&mut self, arg: Option<&Value>) -> Result<Option<Vid>, Declined> {
+    pub(super) fn optional(&mut self, arg: Option<&Value>) -> Result<Option<Vid>, Declined> {
         match arg {
             None | Some(Value::Null) => Ok(None),
             some => self.value(some).map(Some),
@@ -304,7 +327,7 @@ impl Lower {
     }
 
     /// A per-channel vector as a tensor of `rank` dimensions that broadcasts over dimension 1.
-    fn channels(&mut self, vid: Vid, rank: usize) -> Vid {
+    pub(super) fn channels(&mut self, vid: Vid, rank: usize) -> Vid {
         let mut shape = vec![1; rank];
         shape[1.min(rank - 1)] = self.ir.numel(vid);
         self.ir.reshape(vid, shape)
@@ -323,7 +346,7 @@ impl Lower {
         self.ir.point("where", &[infinite, results[0], sum], dtype)
     }
 
-    fn loss(&mut self, x: Vid, reduction: i64) -> Vid {
+    pub(super) fn loss(&mut self, x: Vid, reduction: i64) -> Vid {
         let all: Vec<usize> = (0..self.ir.shape(x).len()).collect();
         match reduction {
             1 => {
@@ -338,7 +361,7 @@ impl Lower {
         }
     }
 
-    fn cast(&mut self, x: Vid, dtype: Dtype) -> Vid {
+    pub(super) fn cast(&mut self, x: Vid, dtype: Dtype) -> Vid {
         if self.dtype(x) == dtype { x } else { self.ir.point("cast", &[x], dtype) }
     }
 
@@ -377,7 +400,11 @@ impl Lower {
             let start = if node.args.len() > 1 { real(0, 0.0) } else { 0.0 };
             let step = real(2, 1.0);
             let coord = self.ir.add(Def::Coord(0), shape.clone(), out_dtype);
-            let (start, step) = (self.ir.num(start), self.ir.num(step));
+            let (start, step) = if float(out_dtype) {
+                (self.ir.num(start), self.ir.num(step))
+            } else {
+                (self.ir.whole(start as i64), self.ir.whole(step as i64))
+            };
             let scaled = self.binary("mul", coord, step);
             let vid = self.binary("add", scaled, start);
             return self.done(node, in_place, vec![vid]);
@@ -393,13 +420,25 @@ impl Lower {
             && let Some(Value::Object(map)) = a(0)
             && let Some(value) = map.get("const")
         {
-            let value = if shape.is_empty() { number(value) } else { None };
-            let value = value.ok_or_else(|| self.declined("constants of more than one element are not attempted"))?;
-            let vid = self.ir.expand_number(value, &shape, out_dtype);
+            let vid = self.constant(value, &shape, out_dtype)?;
             return self.done(node, in_place, vec![vid]);
         }
         if matches!(op, "lift_fresh" | "lift_fresh_copy") && self.value(a(0)).is_err() {
             return Err(self.declined("a tensor made from Python values has no value in the graph"));
+        }
+        if op == "stack" {
+            let Some(Value::Array(items)) = a(0) else { return Err(self.declined("its list has another form")) };
+            let mut parts = vec![];
+            let dim = int(1, 0);
+            let dim = usize::try_from(if dim < 0 { dim + shape.len() as i64 } else { dim }).unwrap_or(0);
+            let mut one = shape.clone();
+            one[dim] = 1;
+            for item in items {
+                let part = self.value(Some(item))?;
+                parts.push(self.ir.reshape(part, one.clone()));
+            }
+            let vid = self.concatenate(parts, dim, &shape, out_dtype);
+            return self.done(node, in_place, vec![vid]);
         }
         if op == "cat" {
             let Some(Value::Array(items)) = a(0) else { return Err(self.declined("its list has another form")) };
@@ -409,12 +448,14 @@ impl Lower {
             return self.done(node, in_place, vec![vid]);
         }
 
-        let x = self.value(a(0))?;
+        let mut x = self.value(a(0))?;
         let rank = self.ir.shape(x).len();
         let unary = match op {
             "abs" | "exp" | "log" | "log1p" | "sqrt" | "rsqrt" | "sin" | "cos" | "tanh" | "erf" | "sigmoid"
             | "relu" | "silu" | "mish" | "hardsigmoid" | "hardswish" | "neg" | "reciprocal" | "floor" | "ceil"
-            | "sign" | "expm1" | "log_sigmoid" | "log2" | "log10" | "exp2" | "relu6" | "round" => Some(op),
+            | "sign" | "expm1" | "log_sigmoid" | "log2" | "log10" | "exp2" | "relu6" | "round" | "tan" | "asin"
+            | "acos" | "atan" | "sinh" | "cosh" | "asinh" | "acosh" | "atanh" | "erfc" | "trunc" | "frac" => Some(op),
+            "special_erfc" => Some("erfc"),
             "sgn" => Some("sign"),
             "log_sigmoid_forward" => Some("log_sigmoid"),
             _ => None,
@@ -443,9 +484,10 @@ impl Lower {
                     let alpha = node.kwargs.get("alpha").and_then(number).unwrap_or_else(|| real(2, 1.0));
                     if (alpha - 1.0).abs() > 0.0 {
                         let alpha = self.ir.num(alpha);
-                        y = if op == "rsub" { y } else { self.binary("mul", y, alpha) };
                         if op == "rsub" {
-                            return Err(self.declined("rsub with alpha is not attempted"));
+                            x = self.binary("mul", x, alpha);
+                        } else {
+                            y = self.binary("mul", y, alpha);
                         }
                     }
                     match op {
@@ -483,7 +525,7 @@ impl Lower {
                         ["lt", "le", "gt", "ge", "eq", "ne"].into_iter().find(|known| *known == op).unwrap_or("eq");
                     self.ir.point(op, &[x, y], Dtype::Bool)
                 }
-                "logical_not" => self.ir.point("not", &[x], Dtype::Bool),
+                "logical_not" | "bitwise_not" if out_dtype == Dtype::Bool => self.ir.point("not", &[x], Dtype::Bool),
                 "logical_and" | "logical_or" | "bitwise_and" | "bitwise_or" if out_dtype == Dtype::Bool => {
                     let y = self.value(a(1))?;
                     self.ir.point(if op.ends_with("and") { "and" } else { "or" }, &[x, y], Dtype::Bool)
@@ -526,15 +568,12 @@ impl Lower {
                     let dtype = self.dtype(x);
                     self.ir.point("where", &[below, value, x], dtype)
                 }
-                "clamp" | "hardtanh" | "clamp_min" | "clamp_max" | "clip" => {
+                "clamp" | "hardtanh" | "clamp_min" | "clamp_max" | "clip" if overload != "Tensor" => {
                     let (low, high) = match op {
                         "hardtanh" => (Some(real(1, -1.0)), Some(real(2, 1.0))),
                         "clamp_max" => (None, a(1).and_then(number)),
                         _ => (a(1).and_then(number), a(2).and_then(number)),
                     };
-                    if [a(1), a(2)].into_iter().flatten().any(|v| v.is_object() && number(v).is_none()) {
-                        return Err(self.declined("limits that are tensors are not attempted"));
-                    }
                     let mut y = x;
                     if let Some(low) = low {
                         let low = self.ir.num(low);
@@ -620,7 +659,11 @@ impl Lower {
                 "sum" | "mean" => {
                     let dims = if overload == "default" { self.dims(x, None) } else { self.dims(x, a(1)) };
                     let x = if float(self.dtype(x)) { x } else { self.cast(x, out_dtype) };
-                    let y = if op == "sum" { self.sum(x, &dims) } else { self.mean(x, &dims) };
+                    let y = match op {
+                        "sum" if !float(out_dtype) => self.ir.reduce(Fold::Total, x, &dims)[0],
+                        "sum" => self.sum(x, &dims),
+                        _ => self.mean(x, &dims),
+                    };
                     self.squeeze(y, &dims, flag(2, false) && overload != "default")
                 }
                 "prod" => {
@@ -681,7 +724,7 @@ impl Lower {
                     let log = self.unary("log", results[1]);
                     self.binary("sub", centred, log)
                 }
-                "var" | "var_mean" | "std" => {
+                "var" | "var_mean" | "std" | "std_mean" => {
                     let dims = if overload == "default" { self.dims(x, None) } else { self.dims(x, a(1)) };
                     let correction = match overload.as_str() {
                         "correction" => node.kwargs.get("correction").and_then(number).unwrap_or(1.0),
@@ -694,7 +737,7 @@ impl Lower {
                     let (mean, var) = (moments[0], moments[2]);
                     let factor = self.ir.num(count / (count - correction));
                     let mut var = if correction == 0.0 { var } else { self.binary("mul", var, factor) };
-                    if op == "std" {
+                    if op.starts_with("std") {
                         var = self.unary("sqrt", var);
                     }
                     let var = self.squeeze(var, &dims, keep);
@@ -789,41 +832,11 @@ impl Lower {
                     let dims = (rank - spatial..rank).collect();
                     self.ir.add(Def::Pool { arg: x, fold: Fold::Max, window, dims }, shape, dtype)
                 }
-                "avg_pool1d" | "avg_pool2d" | "avg_pool3d" => {
-                    let spatial = usize::from(op.as_bytes()[8] - b'0');
-                    let window = self.window(spatial, a(1), a(2), a(3), None);
-                    let fixed = a(6).and_then(number);
-                    self.average_pool(x, window, &shape, flag(4, false), flag(5, true), fixed)?
-                }
-                "_adaptive_avg_pool2d" | "_adaptive_avg_pool3d" | "adaptive_avg_pool1d" | "adaptive_avg_pool2d" => {
-                    let spatial = ints(a(1)).map_or(1, |sizes| sizes.len());
-                    let from = &self.ir.shape(x)[rank - spatial..];
-                    let to = &shape[rank - spatial..];
-                    if from.iter().zip(to).any(|(from, to)| from % to != 0) {
-                        return Err(self.declined("adaptive pooling with windows of unequal size is not attempted"));
-                    }
-                    if to.iter().all(|&size| size == 1) {
-                        let dims: Vec<usize> = (rank - spatial..rank).collect();
-                        self.mean(x, &dims)
-                    } else {
-                        let size: Vec<i64> = from.iter().zip(to).map(|(from, to)| from / to).collect();
-                        let window = Window {
-                            stride: size.clone(),
-                            padding: vec![0; spatial],
-                            dilation: vec![1; spatial],
-                            size,
-                        };
-                        self.average_pool(x, window, &shape, false, true, None)?
-                    }
-                }
                 // Scans.
                 "cumsum" | "cumprod" => {
                     let dim = self.dim(x, int(1, 0));
                     let fold = if op == "cumsum" { Fold::Sum } else { Fold::Prod };
-                    let x = if float(self.dtype(x)) { x } else { self.cast(x, out_dtype) };
-                    if !float(out_dtype) {
-                        return Err(self.declined("scans of integers are not attempted"));
-                    }
+                    let x = self.cast(x, out_dtype);
                     self.ir.add(Def::Scan { arg: x, dim, fold, reverse: false }, shape, out_dtype)
                 }
                 // Losses.
@@ -841,34 +854,6 @@ impl Lower {
                     let terms = self.binary(op, d, width);
                     self.loss(terms, int(2, 1))
                 }
-                "nll_loss_forward" | "nll_loss2d_forward" => {
-                    if !matches!(a(2), None | Some(Value::Null)) || rank != 2 {
-                        return Err(self.declined("weights and extra dimensions are not attempted"));
-                    }
-                    let target = self.value(a(1))?;
-                    let ignored = self.ir.num(int(4, -100) as f64);
-                    let rows = self.ir.shape(x)[0];
-                    let index = self.ir.reshape(target, vec![rows, 1]);
-                    let skip = self.ir.point("eq", &[index, ignored], Dtype::Bool);
-                    let dtype = self.dtype(x);
-                    let zero = self.ir.num(0.0);
-                    let safe = self.ir.point("where", &[skip, zero, index], Dtype::Int64);
-                    let picked = self.ir.add(Def::Gather { source: x, index: safe, dim: 1 }, vec![rows, 1], dtype);
-                    let negative = self.unary("neg", picked);
-                    let terms = self.ir.point("where", &[skip, zero, negative], dtype);
-                    match int(3, 1) {
-                        1 => {
-                            let one = self.ir.num(1.0);
-                            let counted = self.ir.point("where", &[skip, zero, one], Dtype::Float32);
-                            let sum = self.ir.reduce(Fold::Sum, terms, &[0])[0];
-                            let count = self.ir.reduce(Fold::Sum, counted, &[0])[0];
-                            let mean = self.binary("div", sum, count);
-                            self.ir.reshape(mean, vec![])
-                        }
-                        2 => self.loss(terms, 2),
-                        _ => self.ir.reshape(terms, shape),
-                    }
-                }
                 // Library calls.
                 "mm" | "bmm" => {
                     let y = self.value(a(1))?;
@@ -876,10 +861,20 @@ impl Lower {
                 }
                 "addmm" | "baddbmm" => {
                     let (m, w) = (self.value(a(1))?, self.value(a(2))?);
-                    let plain = node.kwargs.get("alpha").and_then(number).is_none_or(|v| v == 1.0)
-                        && node.kwargs.get("beta").and_then(number).is_none_or(|v| v == 1.0);
-                    if !plain {
-                        return Err(self.declined("alpha and beta are not attempted"));
+                    let factor = |name: &str| node.kwargs.get(name).and_then(number).unwrap_or(1.0);
+                    let (alpha, beta) = (factor("alpha"), factor("beta"));
+                    if alpha != 1.0 || beta != 1.0 {
+                        let mut product = self.matmul(m, w, None, &shape);
+                        if alpha != 1.0 {
+                            let alpha = self.ir.num(alpha);
+                            product = self.binary("mul", product, alpha);
+                        }
+                        if beta != 0.0 {
+                            let beta = self.ir.num(beta);
+                            let scaled = self.binary("mul", x, beta);
+                            product = self.binary("add", product, scaled);
+                        }
+                        return self.done(node, in_place, vec![product]);
                     }
                     if self.ir.shape(x).len() == 1 && op == "addmm" {
                         self.matmul(m, w, Some(x), &shape)
@@ -931,7 +926,10 @@ impl Lower {
                         self.ir.add(Def::Convolution { x, weight, bias, conv }, shape, dtype)
                     }
                 }
-                _ => return Err(self.declined("it is not one of the operators that the policy knows")),
+                _ => match self.composed(op, &overload, node, x, &shape, out_dtype)? {
+                    Some(results) => return self.done(node, in_place, results),
+                    None => return Err(self.declined("it is not one of the operators that the policy knows")),
+                },
             }
         };
         self.done(node, in_place, vec![result])
@@ -1040,11 +1038,17 @@ impl Lower {
             1.0 => self.ir.reduce(Fold::Sum, size, dims)[0],
             o if o == f64::INFINITY => self.ir.reduce(Fold::Max, size, dims)[0],
             o if o == f64::NEG_INFINITY => self.ir.reduce(Fold::Min, size, dims)[0],
-            _ => return Err(self.declined("norms other than 1, 2 and infinity are not attempted")),
+            0.0 => return Err(self.declined("the count of what is not zero as a norm is not attempted")),
+            _ => {
+                let (order, root) = (self.ir.num(order), self.ir.num(1.0 / order));
+                let power = self.binary("pow", size, order);
+                let sum = self.ir.reduce(Fold::Sum, power, dims)[0];
+                self.binary("pow", sum, root)
+            }
         })
     }
 
-    fn window(
+    pub(super) fn window(
         &self,
         spatial: usize,
         size: Option<&Value>,
@@ -1064,27 +1068,6 @@ impl Lower {
             dilation: fill(dilation, &vec![1; spatial]),
             size,
         }
-    }
-
-    fn average_pool(
-        &mut self,
-        x: Vid,
-        window: Window,
-        shape: &[i64],
-        ceil: bool,
-        count_padding: bool,
-        fixed: Option<f64>,
-    ) -> Result<Vid, Declined> {
-        let padded = window.padding.iter().any(|&p| p > 0);
-        if ceil || (padded && !count_padding && fixed.is_none()) {
-            return Err(self.declined("average pooling whose divisor depends on the place is not attempted"));
-        }
-        let count = fixed.unwrap_or_else(|| window.size.iter().product::<i64>() as f64);
-        let dtype = self.dtype(x);
-        let dims = (shape.len() - window.size.len()..shape.len()).collect();
-        let sum = self.ir.add(Def::Pool { arg: x, fold: Fold::Sum, window, dims }, shape.to_vec(), dtype);
-        let count = self.ir.num(count);
-        Ok(self.binary("div", sum, count))
     }
 
     fn matmul(&mut self, a: Vid, b: Vid, bias: Option<Vid>, shape: &[i64]) -> Vid {
@@ -1111,7 +1094,7 @@ impl Lower {
 }
 
 /// Names of element-wise operators that are the same in ATen and here.
-const OPERATION_NAMES: [&str; 30] = [
+const OPERATION_NAMES: [&str; 42] = [
     "abs",
     "exp",
     "log",
@@ -1142,4 +1125,16 @@ const OPERATION_NAMES: [&str; 30] = [
     "round",
     "gelu",
     "gelu_tanh",
+    "tan",
+    "asin",
+    "acos",
+    "atan",
+    "sinh",
+    "cosh",
+    "asinh",
+    "acosh",
+    "atanh",
+    "erfc",
+    "trunc",
+    "frac",
 ];

@@ -11,6 +11,7 @@
 //!                                                             propose --> candidates --search--> the best
 //! ```
 
+mod compose;
 mod emit;
 mod gemm;
 mod index;

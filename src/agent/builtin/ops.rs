@@ -59,6 +59,23 @@ pub fn operation(name: &str) -> Option<Operation> {
         "round" => op("rintf({0})", ""),
         "sign" => op("pt_sign({0})", ""),
         "tanh" => op("kf_tanh({0})", "{0}.tanh()"),
+        "tan" => op("tanf({0})", ""),
+        "asin" => op("asinf({0})", ""),
+        "acos" => op("acosf({0})", ""),
+        "atan" => op("atanf({0})", ""),
+        "sinh" => op("sinhf({0})", ""),
+        "cosh" => op("coshf({0})", ""),
+        "asinh" => op("asinhf({0})", ""),
+        "acosh" => op("acoshf({0})", ""),
+        "atanh" => op("atanhf({0})", ""),
+        "erfc" => op("erfcf({0})", ""),
+        "trunc" => op("truncf({0})", ""),
+        "frac" => op("{0} - truncf({0})", ""),
+        "atan2" => op("atan2f({0}, {1})", ""),
+        "hypot" => op("hypotf({0}, {1})", ""),
+        "fmod" => op("fmodf({0}, {1})", ""),
+        "remainder" => op("pt_remainder({0}, {1})", ""),
+        "logaddexp" => op("pt_logaddexp({0}, {1})", ""),
         "erf" => op("kf_erf({0})", ""),
         "sigmoid" => op("kf_sigmoid({0})", "{0}.sigmoid()"),
         "silu" => op("{0} * kf_sigmoid({0})", ""),
@@ -99,7 +116,7 @@ pub fn operation(name: &str) -> Option<Operation> {
 
 /// Functions that a source may call, in an order in which they can be defined.
 /// `kf_` functions come from `kernelfleet_math.h` on the CPU, where `-O3` alone leaves libm's calls scalar.
-const FUNCTIONS: [(&str, &str, bool); 38] = [
+const FUNCTIONS: [(&str, &str, bool); 40] = [
     ("kf_exp", "{F}(float x) { return expf(x); }", true),
     ("kf_log", "{F}(float x) { return logf(x); }", true),
     ("kf_log1p", "{F}(float x) { return log1pf(x); }", true),
@@ -154,6 +171,18 @@ const FUNCTIONS: [(&str, &str, bool); 38] = [
          const float above = x * scale, below = pt_expm1(x * input_scale) * (alpha * scale);\n  return x > 0.0f ? above : below;\n}",
         false,
     ),
+    // The sign of the divisor, as in Python.
+    (
+        "pt_remainder",
+        "{F}(float x, float y) {\n  const float r = fmodf(x, y);\n  return ((r != 0.0f) & ((y < 0.0f) != (r < 0.0f))) ? r + y : r;\n}",
+        false,
+    ),
+    (
+        "pt_logaddexp",
+        "{F}(float a, float b) {\n  const float top = pt_max(a, b);\n  \
+         const float sum = top + kf_log1p(kf_exp(-fabsf(a - b)));\n  return (fabsf(a) == INFINITY) & (a == b) ? a : sum;\n}",
+        false,
+    ),
     (
         "pt_xlogy",
         "{F}(float x, float y) { const float z = x * kf_log(y);\n  const float some = x == 0.0f ? 0.0f : z;\n  return y != y ? y : some; }",
@@ -173,7 +202,7 @@ const FUNCTIONS: [(&str, &str, bool); 38] = [
     ),
     // Folds: `add` takes one more element in, `merge` joins two partial results.
     // Sums are in double, those of a few neighbours in float before.
-    ("sum_add", "{T}(T& a, float x) { a += x; }", false),
+    ("sum_add", "template <typename T, typename X>\n{Q} void sum_add(T& a, X x) { a += x; }", false),
     ("sum_merge", "{T}(T& a, T b) { a += b; }", false),
     ("prod_add", "{V}(float& a, float x) { a *= x; }", false),
     ("prod_merge", "{V}(float& a, float b) { a *= b; }", false),
@@ -238,6 +267,7 @@ pub fn functions(source: &str, device: Device) -> String {
             let body = body
                 .replace("{F}", &format!("{qualifier} float {name}"))
                 .replace("{V}", &format!("{qualifier} void {name}"))
+                .replace("{Q}", qualifier)
                 .replace("{T}", &format!("template <typename T>\n{qualifier} void {name}"))
                 .replace("{B}", &format!("{qualifier} bool {name}"));
             out.push_str(&body);

@@ -301,6 +301,10 @@ impl<'a> Scheduler<'a> {
                 }
                 for (k, &arg) in args.iter().enumerate() {
                     let operand = match self.ir.number(arg) {
+                        // A method needs a tensor.
+                        Some(number) if text.contains(&format!("{{{k}}}.")) => {
+                            format!("torch.tensor({number:?}, dtype=torch.float64)")
+                        }
                         Some(number) => format!("{number:?}"),
                         None => self.derived(arg)?,
                     };
@@ -310,6 +314,10 @@ impl<'a> Scheduler<'a> {
             }
             Def::Result(fold, 0) => {
                 let Def::Reduce { fold: Fold::Sum, arg, dims } = self.ir.def(*fold) else { return None };
+                if let Some(number) = self.ir.number(*arg) {
+                    let count: i64 = dims.iter().map(|&d| self.ir.shape(*arg)[d]).product();
+                    return Some(format!("torch.full({}, {:?})", tuple(self.ir.shape(vid)), number * count as f64));
+                }
                 let dims = dims.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
                 format!("{}.sum(dim=({dims},), keepdim=True)", self.derived(*arg)?)
             }
