@@ -353,12 +353,6 @@ impl Judge {
         }))
     }
 
-    /// What `kernelfleet_ext.properties()` says of its device.
-    #[must_use]
-    pub const fn properties(&self) -> &serde_json::Value {
-        &self.device.properties
-    }
-
     /// The device that it judges on.
     #[must_use]
     pub const fn device(&self) -> Device {
@@ -498,6 +492,12 @@ pub(super) fn secret_seed() -> Result<u64, Error> {
 }
 
 impl Session {
+    /// What `kernelfleet_ext.properties()` says of the device.
+    #[must_use]
+    pub fn properties(&self) -> &serde_json::Value {
+        &self.fixed.judge.device.properties
+    }
+
     /// Operators of the task with their shapes.
     ///
     /// # Errors

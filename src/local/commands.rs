@@ -278,6 +278,10 @@ impl Bench for Open {
         Ok(self.0.trace()?)
     }
 
+    fn properties(&self) -> Value {
+        self.0.properties().clone()
+    }
+
     fn judge(
         &mut self,
         candidates: &[Candidate],
@@ -474,7 +478,6 @@ fn one_job(
     if tasks.len() > 2 || device == Device::Cpu {
         judge.warm();
     }
-    let policy = policy::Builtin::new(device, environment, judge.properties());
     let court = Real { judge, modules: environment.python.modules.clone() };
     let progress = Progress::new(tasks.len());
     let finished = AtomicBool::new(false);

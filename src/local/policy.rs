@@ -5,8 +5,6 @@
 
 use std::collections::BTreeMap;
 
-use serde_json::Value;
-
 use super::environment::Environment;
 use super::run::{Episode, Halt, Policy, Work};
 use crate::agent::builtin::{Facts, Form, Variant, propose};
@@ -27,21 +25,23 @@ pub struct Builtin {
 }
 
 impl Builtin {
-    /// For one device of this machine, with its properties as a candidate is told them.
+    /// For one device of this machine.
     #[must_use]
-    pub fn new(device: Device, environment: &Environment, properties: &Value) -> Self {
+    pub fn new(device: Device, environment: &Environment) -> Self {
         let threads = i64::try_from(environment.toolchain.threads).unwrap_or(1);
-        let known = Facts::default();
-        let multiprocessors = properties["multi_processor_count"].as_i64().unwrap_or(known.multiprocessors);
-        Self { device, facts: Facts { threads, multiprocessors, ..known } }
+        Self { device, facts: Facts { threads, ..Facts::default() } }
     }
 }
 
 impl Policy for Builtin {
     fn work(&self, work: &mut Work<'_>) -> Result<(), Halt> {
         let graph = work.trace()?;
-        let proposal = propose(work.task, &graph, self.device, &self.facts)
-            .map_err(|declined| Halt::Declined(declined.to_string()))?;
+        let mut facts = self.facts.clone();
+        if let Some(count) = work.properties()["multi_processor_count"].as_i64() {
+            facts.multiprocessors = count;
+        }
+        let proposal =
+            propose(work.task, &graph, self.device, &facts).map_err(|declined| Halt::Declined(declined.to_string()))?;
         Ok(work.sweep(&mut Sweep::new(proposal.forms))?)
     }
 }

@@ -11,7 +11,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
-use serde_json::json;
+use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
 use super::candidate;
@@ -56,6 +56,10 @@ pub trait Bench: Send {
     /// # Errors
     /// When the reference can't be traced.
     fn trace(&mut self) -> Result<Graph, Trouble>;
+    /// What candidates are told of the device; null where nothing is known.
+    fn properties(&self) -> Value {
+        Value::Null
+    }
     /// Judges candidates in order, telling each verdict as it comes.
     ///
     /// # Errors
@@ -382,6 +386,12 @@ impl Work<'_> {
     #[must_use]
     pub const fn target(&self) -> Option<&Target> {
         self.settings.target.as_ref()
+    }
+
+    /// What candidates are told of the device; null where nothing is known.
+    #[must_use]
+    pub fn properties(&self) -> Value {
+        self.bench.properties()
     }
 
     /// The reference's operator graph.

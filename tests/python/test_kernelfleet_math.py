@@ -13,9 +13,9 @@ SWEEP = HERE / "kernelfleet_math_sweep.cpp"
 MAX_ULP = 4.0
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The sweep as a program and what the compiler said about vectorised loops."""
+@pytest.fixture(scope="module", params=["fast", "off"])
+def built(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> tuple[Path, str]:
+    """The sweep, with products that join additions and without, as a program and what the compiler said about vectorised loops."""
     compiler = shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler here")
@@ -29,6 +29,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         "-Wextra",
         "-Werror",
         "-fopt-info-vec-optimized",
+        f"-ffp-contract={request.param}",
     ]
     done = subprocess.run(
         [compiler, *flags, f"-I{INCLUDE}", str(SWEEP), "-o", str(program)], capture_output=True, text=True, check=False

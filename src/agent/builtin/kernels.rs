@@ -455,8 +455,10 @@ fn write<'a>(
             // The lane is outside; here the folded dimensions are walked one by one.
             if cached {
                 out.push("#pragma unroll".into());
-            } else if w_is_cuda(device) {
+            } else if bands.is_some() {
                 out.push("#pragma unroll 4".into());
+            } else if w_is_cuda(device) {
+                out.push("#pragma unroll UNROLL".into());
             }
             out.push(if bands.is_some() {
                 format!("for (index_t u = from + threadIdx.y; u < to; u += {upper}_DEPTH) {{")
@@ -790,6 +792,11 @@ fn write<'a>(
         decompose("i0", &parts, &mut text);
         text.extend(body);
         kernel.knobs.push(Knob { name: format!("{upper}_BLOCK"), default: 128, others: vec![64, 256, 512] });
+        if !cached {
+            // Loads of one thread that are under way at once.
+            text.insert(0, format!("constexpr int UNROLL = {upper}_UNROLL;"));
+            kernel.knobs.push(Knob { name: format!("{upper}_UNROLL"), default: 8, others: vec![4, 16] });
+        }
         launch(
             &mut kernel,
             &w,

@@ -333,6 +333,15 @@ impl Lower {
         self.ir.reshape(vid, shape)
     }
 
+    /// `x - top` where `top` is the largest `x` as it was rounded: a product that is subtracted from without
+    /// rounding would differ from itself, and its exponential from one.
+    fn below(&mut self, x: Vid, top: Vid) -> Vid {
+        let computed =
+            self.device == Device::Cuda && matches!(self.ir.def(x), Def::Point(op, _) if !matches!(*op, "add" | "sub"));
+        let x = if computed { self.unary("rounded", x) } else { x };
+        self.binary("sub", x, top)
+    }
+
     fn logsumexp(&mut self, x: Vid, dims: &[usize]) -> Vid {
         let results = self.ir.reduce(Fold::SoftMax, x, dims);
         if results[0] == x {
@@ -713,14 +722,14 @@ impl Lower {
                 "_softmax" | "softmax" => {
                     let dim = self.dim(x, int(1, -1));
                     let results = self.ir.reduce(Fold::SoftMax, x, &[dim]);
-                    let centred = self.binary("sub", x, results[0]);
+                    let centred = self.below(x, results[0]);
                     let exp = self.unary("exp", centred);
                     self.binary("div", exp, results[1])
                 }
                 "_log_softmax" | "log_softmax" => {
                     let dim = self.dim(x, int(1, -1));
                     let results = self.ir.reduce(Fold::SoftMax, x, &[dim]);
-                    let centred = self.binary("sub", x, results[0]);
+                    let centred = self.below(x, results[0]);
                     let log = self.unary("log", results[1]);
                     self.binary("sub", centred, log)
                 }

@@ -263,8 +263,10 @@ fn model(
     if let Some(path) = kernels {
         out.push_str("TUNE = {@TUNE@}\n");
         // Neither errno nor traps: with them, square roots and choices keep loops from becoming vectors. Nothing
-        // changes for NaN and infinities.
-        let flags = if path.ends_with(".cpp") { ", flags=[\"-fno-math-errno\", \"-fno-trapping-math\"]" } else { "" };
+        // changes for NaN and infinities. Products are rounded before they are added, as PyTorch's are: what is
+        // subtracted from itself is zero.
+        let flags = ["-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"];
+        let flags = if path.ends_with(".cpp") { format!(", flags={flags:?}") } else { String::new() };
         let _ = writeln!(out, "KERNELS = kf.load(\"{path}\", defines=TUNE{flags})");
         if steps.lines.iter().any(|line| line.contains("blocks(")) {
             out.push_str("\n\ndef blocks(count, each):\n    return -(-count // each)\n");

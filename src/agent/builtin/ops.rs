@@ -109,6 +109,7 @@ pub fn operation(name: &str) -> Option<Operation> {
         "or" => op("{0} || {1}", ""),
         "isinf" => op("pt_isinf({0})", ""),
         "where" => op("({0} ? {1} : {2})", ""),
+        "rounded" => op("pt_rounded({0})", ""),
         "cast" => op("{0}", "{0}"),
         _ => return None,
     })
@@ -116,7 +117,9 @@ pub fn operation(name: &str) -> Option<Operation> {
 
 /// Functions that a source may call, in an order in which they can be defined.
 /// `kf_` functions come from `kernelfleet_math.h` on the CPU, where `-O3` alone leaves libm's calls scalar.
-const FUNCTIONS: [(&str, &str, bool); 40] = [
+const FUNCTIONS: [(&str, &str, bool); 41] = [
+    // On a card alone: elsewhere products are not contracted.
+    ("pt_rounded", "{F}(float x) { return __fadd_rn(x, -0.0f); }", false),
     ("kf_exp", "{F}(float x) { return expf(x); }", true),
     ("kf_log", "{F}(float x) { return logf(x); }", true),
     ("kf_log1p", "{F}(float x) { return log1pf(x); }", true),
