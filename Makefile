@@ -32,7 +32,7 @@ lint: env-dev ## formatting, clippy, ruff, mypy
 crds: ## writes crds/ from src/api
 	cargo run --quiet --locked -- crds --write crds
 
-soak: env build ## the demo again and again for SOAK_MINUTES (default 30): leaks, flaky verdicts, leftovers
+soak: env build ## 100 KernelBench tasks checked, then the demo again and again for SOAK_MINUTES (default 30): leaks, flaky verdicts, leftovers
 	@$(PYTHON) tests/soak.py --minutes $${SOAK_MINUTES:-30}
 
 soak-agents: ## eight agents of 200 turns against a scripted endpoint: lost turns, memory of an agent

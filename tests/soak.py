@@ -1,8 +1,8 @@
-"""The demo again and again: verdicts that flicker, memory that grows, processes and files that stay.
+"""A hundred KernelBench tasks checked, then the demo again and again: what flickers, and processes and files that stay.
 
 Knows the program's command line only. Needs a release build. The figures are the ones to quote.
 
-usage: soak.py [--minutes 30]
+usage: soak.py [--minutes 30]; KernelBench is found by $KERNELBENCH or in ../shared/kernelbench
 """
 
 from __future__ import annotations
@@ -40,11 +40,44 @@ def scratch() -> set[str]:
     return set(os.listdir(tempfile.gettempdir()))
 
 
+def kernelbench(seconds: int) -> int:
+    """Checks the tasks of tests/data/kernelbench-cpu.json one by one; how many got no answer or another than is known."""
+    folder = Path(os.environ.get("KERNELBENCH") or ROOT.parent / "shared/kernelbench/KernelBench")
+    if not (folder / "level1").is_dir():
+        print(f"skipped: KernelBench is not in {folder}; set KERNELBENCH to its folder with level1, level2, level3")
+        return 0
+    tasks = json.loads((ROOT / "tests/data/kernelbench-cpu.json").read_text())["tasks"]
+    wrong = accepted = 0
+    for task in tasks:
+        began = time.monotonic()
+        arguments = ["task", "check", str(folder / task["path"]), "--device", "cpu", "--seconds", str(seconds)]
+        command = [str(PROGRAM), *arguments, "-o", "json"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        codes = None
+        if done.returncode in (0, 2) and done.stdout:
+            codes = [r["code"] for r in json.loads(done.stdout)[0]["refusals"]]
+        known = task.get("expect")
+        right = codes is not None and (known is None or (set(known) <= set(codes) if known else not codes))
+        wrong += not right
+        accepted += codes == []
+        said = f"exit status {done.returncode}: {done.stderr.strip()[-300:]}" if codes is None else codes or "accepted"
+        note = "" if right or codes is None else f", expected {known or 'accepted'}"
+        print(f"{task['path']}: {said}{note}, {time.monotonic() - began:.0f} s", flush=True)
+    print(
+        f"{len(tasks)} KernelBench tasks: {accepted} accepted, {wrong} without an answer or with a wrong one",
+        flush=True,
+    )
+    return wrong
+
+
 def main() -> int:
     """Runs rounds until the time is over; the exit status is 1 where something stayed or flickered."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=30)
-    end = time.monotonic() + parser.parse_args().minutes * 60
+    parser.add_argument("--check-seconds", type=int, default=10, help="longest that one KernelBench task is looked at")
+    arguments = parser.parse_args()
+    wrong = kernelbench(arguments.check_seconds)
+    end = time.monotonic() + arguments.minutes * 60
     rewards: dict[str, list[int | None]] = {}
     speedups: dict[str, list[float]] = {}
     rounds = 0
@@ -79,7 +112,7 @@ def main() -> int:
     )
     for name in sorted(stayed):
         print(f"left: {name}")
-    return 1 if faults or flicker or left or stayed else 0
+    return 1 if wrong or faults or flicker or left or stayed else 0
 
 
 if __name__ == "__main__":
