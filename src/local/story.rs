@@ -138,3 +138,25 @@ pub fn story(lines: &[Line], full: bool) -> String {
     }
     out
 }
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::agent::trajectory;
+
+    #[test]
+    fn an_episode_that_a_small_model_played_is_told_turn_by_turn() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/evidence/episode-smollm2.jsonl");
+        let text = story(&trajectory::read(&path).unwrap(), false);
+        insta::assert_snapshot!(text);
+    }
+
+    #[test]
+    fn what_a_terminal_would_act_on_is_shown_and_not_done() {
+        let mut out = String::new();
+        quoted("a\u{1b}[2Jb\r", "> ", true, &mut out);
+        assert_eq!(out, "> a\u{fffd}[2Jb\n");
+    }
+}
