@@ -1,7 +1,7 @@
 //! kernelfleet: language-model agents write CUDA kernels, every attempt is measured honestly.
 //!
-//! Arrows point one way: `api`, `task` and `plan` know nobody; `sandbox`, `judge` and `agent` know those;
-//! `local` is at the top. See `docs/architecture.md`.
+//! Arrows point one way: `api`, `task`, `plan` and `wire` know nobody; `sandbox`, `gateway`, `judge`, `agent` and `broker`
+//! know those; `local`, `pod` and `operator` are at the top. See `docs/architecture.md`.
 
 pub mod agent;
 pub mod api;
@@ -11,3 +11,4 @@ pub mod local;
 pub mod plan;
 pub mod sandbox;
 pub mod task;
+pub mod wire;
