@@ -47,12 +47,17 @@ def policy(evidence: dict[str, Any]) -> list[str]:
     eager = [r["speedup"]["eager"]["median"] for r in correct]
     compiled = [r["speedup"]["compile"]["median"] for r in correct if r["speedup"]["compile"]]
     levels = ", ".join(evidence["result"]["levels"])
+    commits: dict[str, int] = {}
+    for row in rows:
+        commit = row.get("commit", evidence["commit"])[:12]
+        commits[commit] = commits.get(commit, 0) + 1
+    came = "; ".join(f"{count} at `{commit}`" for commit, count in commits.items())
     text = [
         f"## The built-in policy, KernelBench level {levels}, precision reference",
         "",
         about(evidence),
         "",
-        f"{len(rows)} tasks were done when the stage's time ended ({evidence['result']['seconds']:.0f} s): {len(correct)} correct, "
+        f"{len(rows)} tasks are done ({came}): {len(correct)} correct, "
         f"{over(correct, 'eager')} of them faster than eager and {over(correct, 'compile')} faster than `torch.compile` by the lower bound; "
         f"{len(wrong)} not correct, {len(refused)} refused as tasks. Of these {len(memory)} ran out of the card's memory beside other tasks. "
         f"Geometric mean over the correct: {mean(eager)} over eager, {mean(compiled)} over compile.",

@@ -144,17 +144,47 @@ def check(tasks: Path) -> dict[str, Any]:
 
 
 def policy(tasks: Path) -> dict[str, Any]:
-    """The built-in policy over levels 1 and 2 at precision reference; goes on where it was cut."""
+    """The built-in policy over levels 1 and 2 at precision reference; goes on where it was cut.
+
+    With KERNELFLEET_GO_ON=FOLDER tasks that have a row in FOLDER/policy-level*.json are not run again: their rows are
+    taken over, each under the commit that it came from; but those of KERNELFLEET_AGAIN (`2/28,2/37`: level and number)
+    are run again. Those of KERNELFLEET_LAST come last.
+    """
     job = manifest(WORK / "policy.yaml", "policy")
     levels = os.environ.get("KERNELFLEET_LEVELS", "1,2").split(",")
-    arguments = ["run", str(job), "--device", "cuda", "--results", str(WORK / "policy"), "-o", "json"]
-    for level in levels:
-        arguments += ["--tasks", str(tasks / f"level{level}")]
+    arguments = ["run", str(job), "--device", "cuda", "--results", str(WORK / "policy"), "-o", "json", "--tasks"]
+    before = earlier(levels)
+    known = {row["task"] for row in before}
+    last = os.environ.get("KERNELFLEET_LAST", "").split(",")
+    files = [(label(level, p.stem) in last, p) for level in levels for p in task_files(tasks, [int(level)])]
+    arguments += [str(p) for _, p in sorted(files, key=lambda f: f[0]) if p.stem not in known]
     status, _, err, seconds = command(arguments, float(os.environ.get("KERNELFLEET_STAGE_SECONDS", SECONDS)))
     if status not in (0, 124, 130):
         print(err[-6000:], file=sys.stderr)
-    rows = outcomes(WORK / "policy", tasks)
+    rows = before + [row | {"commit": facts()["commit"]} for row in outcomes(WORK / "policy", tasks)]
+    rows.sort(key=lambda row: int(row["task"].split("_")[0]))
     return {"status": status, "levels": levels, "seconds": seconds, "cut": status == 124, "rows": rows}
+
+
+def label(level: str, task: str) -> str:
+    """`2/28` of level 2's `28_BMM_...`."""
+    return f"{level}/{task.split('_')[0]}"
+
+
+def earlier(levels: list[str]) -> list[dict[str, Any]]:
+    """Rows of an earlier run that are taken over: all but those that a fault ended."""
+    rows = []
+    for level in levels:
+        path = Path(os.environ.get("KERNELFLEET_GO_ON", "/nowhere")) / f"policy-level{level}.json"
+        if path.is_file():
+            evidence = json.loads(path.read_text())
+            again = os.environ.get("KERNELFLEET_AGAIN", "").split(",")
+            rows += [
+                {"commit": evidence["commit"], **row}
+                for row in evidence["result"]["rows"]
+                if row["state"] != "failed" and label(level, row["task"]) not in again
+            ]
+    return rows
 
 
 def outcomes(folder: Path, tasks: Path) -> list[dict[str, Any]]:
@@ -325,13 +355,17 @@ def main() -> int:
             **about,
             "result": result,
         }
-        name = stage
         if stage == "policy":
             text |= judged(WORK / "policy")
             del text["doctor"]  # type: ignore[arg-type]
-            name = f"policy-level{'-'.join(result['levels'])}"
             text["command"] = f"KERNELFLEET_LEVELS={','.join(result['levels'])} {text['command']}"
-        (given.out / f"{name}.json").write_text(json.dumps(text, indent=1) + "\n")
+            stems = {level: {p.stem for p in task_files(given.tasks, [int(level)])} for level in result["levels"]}
+            for level, names in stems.items():
+                rows = [row for row in result["rows"] if row["task"] in names]
+                part = text | {"result": result | {"levels": [level], "rows": rows}}
+                (given.out / f"policy-level{level}.json").write_text(json.dumps(part, indent=1) + "\n")
+        else:
+            (given.out / f"{stage}.json").write_text(json.dumps(text, indent=1) + "\n")
         print(f"stage {stage}: {time.monotonic() - start:.0f} s", flush=True)
     return 0
 
