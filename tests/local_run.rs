@@ -202,3 +202,26 @@ fn an_interrupted_run_ends_soon_leaves_nothing_and_goes_on() {
     assert_eq!(std::fs::read_dir(&temp).unwrap().count(), 0, "folders are left");
     assert!(!home.path().join("r/small/chain/outcome.json").exists());
 }
+
+#[test]
+fn who_finds_another_judge_measuring_says_so_and_waits_for_its_turn() {
+    use std::io::BufRead;
+    use std::os::fd::AsRawFd;
+    let home = tempfile::tempdir().unwrap();
+    let lock = std::fs::File::create(home.path().join("kernelfleet-cpu.lock")).unwrap();
+    // SAFETY: a call on an open descriptor that touches no memory.
+    assert_eq!(unsafe { libc::flock(lock.as_raw_fd(), libc::LOCK_EX) }, 0);
+    let mut child = program(home.path())
+        .args(["task", "check", "examples/tasks/softmax.py", "--device", "cpu", "--seconds", "1"])
+        .env("KERNELFLEET_LOCKS", home.path())
+        .stderr(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut lines = std::io::BufReader::new(child.stderr.take().unwrap()).lines();
+    let said = lines.next().unwrap().unwrap();
+    let pid = std::process::id();
+    assert_eq!(said, format!("another kernelfleet (process {pid}) is at work on the CPU; waiting for its turn to end"));
+    assert!(child.try_wait().unwrap().is_none());
+    drop(lock);
+    assert!(child.wait().unwrap().success(), "{:?}", lines.collect::<Vec<_>>());
+}

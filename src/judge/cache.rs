@@ -21,6 +21,9 @@ pub fn digest<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> String {
     hash.finalize().iter().map(|b| format!("{b:02x}")).collect()
 }
 
+/// Where baselines lie; those of an earlier name may have been measured beside others' load.
+pub(super) const BASELINE: &str = "quiet-baselines";
+
 /// Times of the baselines of one task on one device.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Baseline {

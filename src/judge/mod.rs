@@ -14,6 +14,7 @@ pub mod runner;
 mod session;
 pub mod timing;
 pub mod toolchain;
+mod turns;
 pub mod verdict;
 pub mod wire;
 

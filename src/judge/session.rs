@@ -11,9 +11,10 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use super::build::Builder;
-use super::cache::{Cache, digest};
+use super::cache::{BASELINE, Cache, digest};
 use super::confinement;
 use super::process::{self, Forked, Zygote, python_command};
+use super::turns::{self, Turns};
 use super::verdict::{LaunchEvidence, PROCEDURE, Reason};
 use super::{Candidate, Device, Effort, Options, Precision, TaskSource, Toolchain, Verdict, device, evaluate};
 use crate::task::graph::Graph;
@@ -38,10 +39,19 @@ impl Error {
 /// The right to use the device, among all judges that are given the same one: exclusive for measurement, shared for
 /// verification. Who measures waits until nobody else works; who works waits for measurements, also for those that
 /// have waited long. A reference host that compiles or checks for seconds is not waited for: it is stopped meanwhile.
-#[derive(Debug, Default)]
+/// Judges of other processes on the same device take turns with it (`turns`).
+#[derive(Default)]
 pub struct Slice {
     users: Mutex<Users>,
     changed: Condvar,
+    turns: OnceLock<Turns>,
+    told: Mutex<Option<turns::Told>>,
+}
+
+impl std::fmt::Debug for Slice {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Slice").field("users", &self.users).field("turns", &self.turns).finish_non_exhaustive()
+    }
 }
 
 #[derive(Debug, Default)]
@@ -62,6 +72,14 @@ const PATIENCE: Duration = Duration::from_millis(500);
 pub struct Held<'a> {
     slice: &'a Slice,
     exclusive: bool,
+    alone: bool,
+}
+
+impl Held<'_> {
+    /// Whether no other process works on the device meanwhile, as far as those are known that take turns.
+    pub(super) const fn alone(&self) -> bool {
+        self.alone
+    }
 }
 
 /// A process that is stopped while somebody measures; runs on when dropped.
@@ -77,6 +95,35 @@ impl Slice {
         Arc::new(Self::default())
     }
 
+    /// Waits for other processes are told to `told`, and not logged.
+    #[must_use]
+    pub fn telling(told: impl Fn(&str) + Send + Sync + 'static) -> Arc<Self> {
+        Arc::new(Self { told: Mutex::new(Some(Box::new(told))), ..Self::default() })
+    }
+
+    /// From now on it takes turns with the slices of other processes on the same device.
+    fn among_processes(&self, device: &device::Facts) {
+        if self.turns.get().is_some() {
+            return;
+        }
+        let told = self.told.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let told = told.unwrap_or_else(|| Box::new(|text| tracing::warn!("{text}")));
+        let text = |key: &str| device.description.get(key).and_then(Value::as_str);
+        let (id, name) = match text("uuid") {
+            Some(uuid) => (uuid, text("name").unwrap_or("the card")),
+            None => ("cpu", "the CPU"),
+        };
+        match Turns::new(&turns::folder(), id, name, told) {
+            Ok(turns) => {
+                let _ = self.turns.set(turns);
+            }
+            Err(error) => tracing::warn!(
+                %error, folder = %turns::folder().display(),
+                "no turns with other processes on this device; name a folder that can be written in {}", turns::FOLDER
+            ),
+        }
+    }
+
     fn users(&self) -> MutexGuard<'_, Users> {
         self.users.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -88,7 +135,9 @@ impl Slice {
             users = self.changed.wait(users).unwrap_or_else(PoisonError::into_inner);
         }
         users.sharing += 1;
-        Held { slice: self, exclusive: false }
+        drop(users);
+        self.turns.get().inspect(|turns| turns.share());
+        Held { slice: self, exclusive: false, alone: false }
     }
 
     /// Waits until nobody else uses the device; then what is `pausable` is stopped.
@@ -104,7 +153,9 @@ impl Slice {
         for &pid in &users.pausable {
             process::signal(pid, libc::SIGSTOP);
         }
-        Held { slice: self, exclusive: true }
+        drop(users);
+        let alone = self.turns.get().is_none_or(Turns::hold);
+        Held { slice: self, exclusive: true, alone }
     }
 
     /// Lets `pid` use the device beside everybody but measurements, for which it is stopped. What it had put on the
@@ -115,6 +166,8 @@ impl Slice {
             users = self.changed.wait(users).unwrap_or_else(PoisonError::into_inner);
         }
         users.pausable.push(pid);
+        drop(users);
+        self.turns.get().inspect(|turns| turns.share());
         Paused { slice: self, pid }
     }
 
@@ -139,6 +192,7 @@ impl Slice {
 
 impl Drop for Held<'_> {
     fn drop(&mut self) {
+        self.slice.turns.get().inspect(|turns| if self.exclusive { turns.release() } else { turns.leave() });
         let mut users = self.slice.users();
         if self.exclusive {
             users.exclusive = false;
@@ -156,6 +210,7 @@ impl Drop for Held<'_> {
 impl Drop for Paused<'_> {
     fn drop(&mut self) {
         self.slice.leave(self.pid);
+        self.slice.turns.get().inspect(|turns| turns.leave());
     }
 }
 
@@ -304,6 +359,9 @@ impl Judge {
     /// `Request` when the device asked for is not here, `Fault` when a zygote does not start.
     pub fn start(toolchain: &Toolchain, options: Options, slice: Arc<Slice>) -> Result<Arc<Self>, Error> {
         let device = device::Facts::find(toolchain, options.device)?;
+        slice.among_processes(&device);
+        // On the CPU whatever works is the neighbour of another process's measurement, the start of this judge too.
+        let turn = (options.device == Device::Cpu).then(|| slice.share());
         let python_path = toolchain.agent_image.join("python");
         let mut host_env: BTreeMap<String, String> = [
             // Recycled memory for eager: page faults must not be what is measured.
@@ -339,6 +397,7 @@ impl Judge {
             (hosts.join(), recorders)
         });
         let hosts = hosts.map_err(|_| Error::Fault("the thread that starts the hosts died".into()))?.map_err(fault)?;
+        drop(turn);
         Ok(Arc::new(Self {
             builder: Builder::new(toolchain, &toolchain.cache.join("builds")),
             cache: Cache::new(&toolchain.cache),
@@ -383,10 +442,16 @@ impl Judge {
     /// Imports what `torch.compile` needs into the host zygote, so that no host does (2 to 7 s; on the CPU device 10 s
     /// more the first time on a machine).
     pub fn warm(&self) {
+        let _turn = self.quietly();
         let mut zygote = self.hosts.lock().unwrap_or_else(PoisonError::into_inner);
         if let Err(error) = zygote.ask(&json!({"op": "warm"}), MINUTES) {
             tracing::warn!(%error, "the host zygote could not be warmed");
         }
+    }
+
+    /// On the CPU a share of the device, for work that would disturb a measurement there; on a card none is needed.
+    pub(super) fn quietly(&self) -> Option<Held<'_>> {
+        (self.options.device == Device::Cpu).then(|| self.slice.share())
     }
 
     /// Opens a task in a reference host of its own.
@@ -452,7 +517,7 @@ impl Judge {
             helper: None,
             spare: None,
             reserved,
-            baseline: self.cache.get("baseline", &task_digest),
+            baseline: self.cache.get(BASELINE, &task_digest),
             fixed: Arc::new(Fixed {
                 judge: Arc::clone(self),
                 task: task.clone(),

@@ -132,3 +132,11 @@ pub struct Verdict {
     #[serde(default)]
     pub cached: bool,
 }
+
+impl Verdict {
+    /// Whether its figures are to be trusted: nobody else is known to have used the device while they were taken.
+    #[must_use]
+    pub fn trusted(&self) -> bool {
+        self.measurement != Measurement::Shared
+    }
+}

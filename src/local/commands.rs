@@ -98,6 +98,11 @@ fn pick(device: Option<Device>) -> Device {
     device.unwrap_or_else(|| if doctor::gpus().is_empty() { Device::Cpu } else { Device::Cuda })
 }
 
+/// A device's slice whose waits for other processes are told on the terminal.
+pub(super) fn slice() -> Arc<Slice> {
+    Slice::telling(|text| eprintln!("{text}"))
+}
+
 fn ready(device: Device) -> Result<Environment, Failure> {
     let environment = environment::discover().map_err(Failure::request)?;
     match device {
@@ -212,7 +217,7 @@ fn judge_candidates(
     candidates: &[(String, Candidate)],
 ) -> Result<Vec<(String, Verdict)>, Failure> {
     let failed = |e: judge::Error| Failure::from(Trouble::from(e));
-    let judge = Judge::start(&environment.toolchain, options, Slice::new()).map_err(failed)?;
+    let judge = Judge::start(&environment.toolchain, options, slice()).map_err(failed)?;
     if judge.device() == Device::Cpu {
         judge.warm();
     }
@@ -473,13 +478,14 @@ fn one_job(
         folder.display()
     );
     let began = Instant::now();
-    let judge =
-        Judge::start(&environment.toolchain, options, Slice::new()).map_err(|e| Failure::from(Trouble::from(e)))?;
+    let progress = Arc::new(Progress::new(tasks.len()));
+    let told = Arc::clone(&progress);
+    let slice = Slice::telling(move |text| told.note(text));
+    let judge = Judge::start(&environment.toolchain, options, slice).map_err(|e| Failure::from(Trouble::from(e)))?;
     if tasks.len() > 2 || device == Device::Cpu {
         judge.warm();
     }
     let court = Real { judge, modules: environment.python.modules.clone() };
-    let progress = Progress::new(tasks.len());
     let finished = AtomicBool::new(false);
     let outcomes = std::thread::scope(|scope| {
         // A judgement may take a minute; who interrupts does not want to wait for its end. Without its processes
@@ -647,7 +653,7 @@ pub fn check(arguments: &CheckArguments) -> Result<(), Failure> {
     } else {
         let environment = environment.as_ref().map_err(Failure::request)?;
         let options = Options { device, ..Options::default() };
-        let judge = Judge::start(&environment.toolchain, options, Slice::new());
+        let judge = Judge::start(&environment.toolchain, options, slice());
         Some(judge.map_err(|e| Failure::from(Trouble::from(e)))?)
     };
     let modules = environment.as_ref().ok().map(|e| e.python.modules.as_slice());

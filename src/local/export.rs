@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use super::candidate;
 use super::environment::Environment;
-use crate::judge::{self, Artifacts, Device, Judge, Options, Slice, TaskSource, Verdict};
+use crate::judge::{self, Artifacts, Device, Judge, Options, TaskSource, Verdict};
 
 /// Why there is no package.
 #[derive(Debug, thiserror::Error)]
@@ -75,7 +75,7 @@ pub fn export(judged: &Judged, environment: &Environment, target: &Path) -> Resu
         return Err(Error::Occupied(target.to_path_buf()));
     }
     let options = Options { device: judged.device, ..Options::default() };
-    let judge = Judge::start(&environment.toolchain, options, Slice::new())?;
+    let judge = Judge::start(&environment.toolchain, options, super::commands::slice())?;
     let mut session = judge.open(&judged.task)?;
     let artifacts = session.artifacts(&judged.candidate)?;
     for what in ["plan", "image"] {
@@ -202,6 +202,20 @@ mod tests {
         let wrong = super::super::render::tests::sample(-1, 0.0);
         std::fs::write(folder.path().join("verdict.json"), serde_json::to_string(&wrong).unwrap()).unwrap();
         assert!(read(folder.path()).unwrap_err().to_string().contains("only correct kernels are exported"));
+    }
+
+    #[test]
+    fn a_package_of_what_others_disturbed_says_so() {
+        let mut verdict = super::super::render::tests::sample(3, 4.0);
+        let judged = |verdict: &Verdict| Judged {
+            task: TaskSource { name: "softmax".into(), path: "task.py".into(), source: String::new() },
+            candidate: judge::Candidate::default(),
+            verdict: verdict.clone(),
+            device: Device::Cpu,
+        };
+        assert!(!readme(&judged(&verdict), Path::new("p")).contains("Not to be trusted"));
+        verdict.measurement = judge::verdict::Measurement::Shared;
+        assert!(readme(&judged(&verdict), Path::new("p")).contains("Not to be trusted: others used the device"));
     }
 
     #[test]

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 
-use super::render::outcome_sentence;
+use super::render::{outcome_sentence, reward};
 use super::summary::Outcome;
 
 /// Shows the work on a number of tasks.
@@ -78,9 +78,9 @@ impl Progress {
 
     /// A task has ended; `before` if an earlier run did the work.
     pub fn done(&self, outcome: &Outcome, before: bool) {
-        let reward = outcome.verdict.as_ref().map_or_else(String::new, |v| format!("reward {}. ", v.reward));
+        let said = outcome.verdict.as_ref().map_or_else(String::new, |v| format!("reward {}. ", reward(v)));
         let when = if before { "done before. ".to_owned() } else { format!("{:.0} s. ", outcome.seconds) };
-        let text = format!("{}: {when}{reward}{}", outcome.task, outcome_sentence(outcome));
+        let text = format!("{}: {when}{said}{}", outcome.task, outcome_sentence(outcome));
         match &self.0 {
             Kind::Silent => {}
             Kind::Lines { total, done } => {

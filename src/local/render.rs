@@ -14,6 +14,27 @@ reward -1  wrong, or not a candidate at all
         2  also faster than eager PyTorch: the lower bound of the speedup is over 1.0526 (5 % less time)
         3  also faster than torch.compile";
 
+/// Under a table with marked figures.
+const MARKED: &str = "\
+~          others used the device while this was measured: no figure with this mark is to be trusted, nor a reward that
+           follows from it; judge it again when the machine is quiet (`run --fresh`, or `judge` on the folder best/)";
+
+/// Marks a figure that is not to be trusted.
+fn marked(verdict: &Verdict, figure: String) -> String {
+    if verdict.trusted() { figure } else { format!("~{figure}") }
+}
+
+/// What the rewards mean, and the mark where one is used.
+fn legend<'a>(mut verdicts: impl Iterator<Item = &'a Verdict>) -> String {
+    if verdicts.all(Verdict::trusted) { LEGEND.to_owned() } else { format!("{LEGEND}\n{MARKED}") }
+}
+
+/// The reward with its mark.
+#[must_use]
+pub fn reward(verdict: &Verdict) -> String {
+    marked(verdict, verdict.reward.to_string())
+}
+
 /// `1.2 ms`, three significant digits.
 #[must_use]
 pub fn time(us: f64) -> String {
@@ -74,6 +95,9 @@ pub fn sentence(verdict: &Verdict) -> String {
         None => text.push_str(", torch.compile was not measured"),
     }
     text.push('.');
+    if !verdict.trusted() {
+        text.push_str(" Not to be trusted: others used the device while it was measured.");
+    }
     text
 }
 
@@ -117,14 +141,15 @@ fn lines(table: &Table) -> String {
 #[must_use]
 pub fn verdict(task: &str, verdict: &Verdict) -> String {
     let mut text = String::new();
-    let _ = writeln!(text, "{task}: reward {}. {}\n", verdict.reward, sentence(verdict));
+    let _ = writeln!(text, "{task}: reward {}. {}\n", reward(verdict), sentence(verdict));
     let mut rows = table(&["", "time", "95 % interval", "speedup", "95 % interval"]);
     let mut row = |name: &str, time_us: Option<Interval>, speedup: Option<Interval>| {
         let Some(t) = time_us else { return };
         let range = format!("{} to {}", time(t.low), time(t.high));
         let (s, r) =
             speedup.map_or_else(Default::default, |s| (times(s.median), format!("{:.2} to {:.2}", s.low, s.high)));
-        rows.add_row([name.to_owned(), time(t.median), range, s, r]);
+        let s = if s.is_empty() { s } else { marked(verdict, s) };
+        rows.add_row([name.to_owned(), marked(verdict, time(t.median)), range, s, r]);
     };
     row("candidate", verdict.time_us.candidate, None);
     row("eager", verdict.time_us.eager, verdict.speedup.eager);
@@ -173,7 +198,7 @@ pub fn verdict(task: &str, verdict: &Verdict) -> String {
     for audit in &verdict.audit {
         let _ = writeln!(text, "look at this by hand: {}", stop(audit));
     }
-    let _ = write!(text, "\n{LEGEND}");
+    let _ = write!(text, "\n{}", legend(std::iter::once(verdict)));
     text
 }
 
@@ -202,18 +227,18 @@ pub fn bytes(n: u64) -> String {
 pub fn batch(task: &str, verdicts: &[(String, Verdict)]) -> String {
     let mut rows = table(&["candidate", "reward", "eager", "compile", "says"]);
     for (name, verdict) in verdicts {
-        let speedup = |i: Option<Interval>| i.map_or_else(|| "-".to_owned(), |i| times(i.median));
+        let speedup = |i: Option<Interval>| i.map_or_else(|| "-".to_owned(), |i| marked(verdict, times(i.median)));
         let says = sentence(verdict);
         rows.add_row([
             name.clone(),
-            verdict.reward.to_string(),
+            reward(verdict),
             speedup(verdict.speedup.eager),
             speedup(verdict.speedup.compile),
             says,
         ]);
     }
     right(&mut rows, &[1, 2, 3]);
-    format!("{task}\n\n{}\n\n{LEGEND}", lines(&rows))
+    format!("{task}\n\n{}\n\n{}", lines(&rows), legend(verdicts.iter().map(|(_, v)| v)))
 }
 
 fn right(table: &mut Table, columns: &[usize]) {
@@ -264,19 +289,20 @@ pub fn run(job: &str, outcomes: &[Outcome], summary: &Summary) -> String {
     for outcome in outcomes {
         let verdict = outcome.verdict.as_ref();
         let dash = || "-".to_owned();
-        let t = |i: Option<Interval>| i.map_or_else(dash, |i| time(i.median));
-        let s = |i: Option<Interval>| i.map_or_else(dash, |i| times(i.median));
-        let reward = verdict.map_or_else(
+        let mark = |figure: String| verdict.map_or_else(|| figure.clone(), |v| marked(v, figure.clone()));
+        let t = |i: Option<Interval>| i.map_or_else(dash, |i| mark(time(i.median)));
+        let s = |i: Option<Interval>| i.map_or_else(dash, |i| mark(times(i.median)));
+        let said = verdict.map_or_else(
             || match outcome.state {
                 State::Declined => "declined".to_owned(),
                 State::Refused => "refused".to_owned(),
                 State::Failed | State::Judged => "failed".to_owned(),
             },
-            |v| v.reward.to_string(),
+            reward,
         );
         rows.add_row([
             outcome.task.clone(),
-            reward,
+            said,
             t(verdict.and_then(|v| v.time_us.candidate)),
             t(verdict.and_then(|v| v.time_us.eager)),
             s(verdict.and_then(|v| v.speedup.eager)),
@@ -291,7 +317,7 @@ pub fn run(job: &str, outcomes: &[Outcome], summary: &Summary) -> String {
         let _ = writeln!(text, "{}: {}", outcome.task, outcome_sentence(outcome));
     }
     let _ = writeln!(text, "\n{}", totals(summary));
-    let _ = write!(text, "\n{LEGEND}");
+    let _ = write!(text, "\n{}", legend(outcomes.iter().filter_map(|o| o.verdict.as_ref())));
     text
 }
 
@@ -310,6 +336,13 @@ pub fn totals(summary: &Summary) -> String {
         summary.faster.eager,
         summary.faster.compile
     );
+    if summary.shared.tasks > 0 {
+        let _ = write!(
+            text,
+            "\nOf these {} are marked ~ and not to be trusted: {} of those faster than eager, {} than torch.compile.",
+            summary.shared.tasks, summary.shared.faster.eager, summary.shared.faster.compile
+        );
+    }
     let _ = write!(
         text,
         "\nGeometric mean of the speedup over eager: {} of correct tasks, {} of all (a failed one counts as 1); over torch.compile: {} and {}.",
@@ -330,13 +363,14 @@ pub fn report(job: &str, outcomes: &[Outcome], summary: &Summary) -> String {
     for outcome in outcomes {
         let verdict = outcome.verdict.as_ref();
         let dash = || "-".to_owned();
-        let t = |i: Option<Interval>| i.map_or_else(dash, |i| time(i.median));
-        let s = |i: Option<Interval>| i.as_ref().map_or_else(dash, span);
+        let mark = |figure: String| verdict.map_or_else(|| figure.clone(), |v| marked(v, figure.clone()));
+        let t = |i: Option<Interval>| i.map_or_else(dash, |i| mark(time(i.median)));
+        let s = |i: Option<Interval>| i.map_or_else(dash, |i| mark(span(&i)));
         let _ = writeln!(
             text,
             "| {} | {} | {} | {} | {} | {} | {} | {} |",
             outcome.task,
-            verdict.map_or_else(dash, |v| v.reward.to_string()),
+            verdict.map_or_else(dash, reward),
             t(verdict.and_then(|v| v.time_us.candidate)),
             t(verdict.and_then(|v| v.time_us.eager)),
             s(verdict.and_then(|v| v.speedup.eager)),
@@ -366,7 +400,8 @@ pub fn report(job: &str, outcomes: &[Outcome], summary: &Summary) -> String {
         let versions = verdict.versions.iter().map(|(k, v)| (k.clone(), v.clone()));
         let _ = writeln!(text, "Versions: {}.", pairs(versions.collect()));
     }
-    let _ = writeln!(text, "\n```\n{LEGEND}\n```");
+    let legend = legend(outcomes.iter().filter_map(|o| o.verdict.as_ref()));
+    let _ = writeln!(text, "\n```\n{legend}\n```");
     text
 }
 
@@ -491,6 +526,24 @@ pub(crate) mod tests {
     fn a_verdict_shows_times_launches_and_what_it_rests_on() {
         insta::assert_snapshot!("verdict_correct", verdict("softmax", &sample(3, 4.0)));
         insta::assert_snapshot!("verdict_wrong", verdict("relu", &sample(-1, 0.0)));
+    }
+
+    #[test]
+    fn what_others_disturbed_is_marked_wherever_it_is_told() {
+        let mut shared = sample(3, 4.0);
+        shared.measurement = Measurement::Shared;
+        let mut outcomes = outcomes();
+        outcomes[0].verdict = Some(shared.clone());
+        let summary = super::super::summary::summarise(&outcomes, 61.4);
+        insta::assert_snapshot!("marked_run", run("demo", &outcomes, &summary));
+        insta::assert_snapshot!("marked_verdict", verdict("softmax", &shared));
+        assert!(report("demo", &outcomes, &summary).contains("| softmax | ~3 | ~8.00 ms |"));
+        let judged = batch("softmax", &[("a".to_owned(), shared), ("b".to_owned(), sample(2, 3.0))]);
+        assert!(judged.contains(" ~3 ") && judged.contains("~4.00x") && judged.contains(MARKED), "{judged}");
+        assert!(judged.contains(" 2 ") && judged.contains("  3.00x") && !judged.contains("~3.00x"), "{judged}");
+        let json = serde_json::to_value(&summary).unwrap();
+        assert_eq!(json["results"][0]["measurement"], "shared");
+        assert_eq!(json["shared"], serde_json::json!({"tasks": 1, "faster": {"eager": 1, "compile": 1}}));
     }
 
     #[test]

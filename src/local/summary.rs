@@ -4,7 +4,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::judge::verdict::{FASTER, Interval, Verdict};
+use crate::judge::verdict::{FASTER, Interval, Measurement, Verdict};
 
 /// How the work on a task ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -41,10 +41,17 @@ pub struct Outcome {
     pub seconds: f64,
 }
 
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Pair<T> {
     pub eager: T,
     pub compile: T,
+}
+
+/// Judged tasks whose measurement is `shared`, and how many of them count as faster.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Shared {
+    pub tasks: usize,
+    pub faster: Pair<usize>,
 }
 
 /// Geometric means of median speedups, of correct tasks, and of all where a failed one counts as 1.
@@ -63,6 +70,8 @@ pub struct Line {
     /// -1, 1, 2, 3; absent where nothing was judged.
     pub reward: Option<i32>,
     pub grade: Option<crate::judge::verdict::Grade>,
+    /// `shared`: others used the device meanwhile, and neither speedup nor reward is to be trusted.
+    pub measurement: Option<Measurement>,
     pub speedup: Pair<Option<f64>>,
     pub reason: Option<String>,
     pub attempts: usize,
@@ -78,6 +87,8 @@ pub struct Summary {
     pub failed: usize,
     /// Tasks whose best verdict's lower bound lies over 1/0.95.
     pub faster: Pair<usize>,
+    /// What of these counts rests on measurements that others disturbed.
+    pub shared: Shared,
     pub geomean: Pair<Means>,
     pub attempts: usize,
     pub seconds: f64,
@@ -91,9 +102,10 @@ pub fn summarise(outcomes: &[Outcome], seconds: f64) -> Summary {
     let state = |s: State| outcomes.iter().filter(|o| o.state == s).count();
     let eager = |o: &Outcome| o.verdict.as_ref().filter(|v| v.correct).and_then(|v| v.speedup.eager);
     let compile = |o: &Outcome| o.verdict.as_ref().filter(|v| v.correct).and_then(|v| v.speedup.compile);
-    let faster = |of: &dyn Fn(&Outcome) -> Option<Interval>| {
-        outcomes.iter().filter(|o| of(o).is_some_and(|i| i.low > FASTER)).count()
-    };
+    let is_faster = |i: Option<Interval>| i.is_some_and(|i| i.low > FASTER);
+    let faster = |of: &dyn Fn(&Outcome) -> Option<Interval>| outcomes.iter().filter(|o| is_faster(of(o))).count();
+    let shared: Vec<&Outcome> = outcomes.iter().filter(|o| o.verdict.as_ref().is_some_and(|v| !v.trusted())).collect();
+    let shared_faster = |of: &dyn Fn(&Outcome) -> Option<Interval>| shared.iter().filter(|o| is_faster(of(o))).count();
     let means = |of: &dyn Fn(&Outcome) -> Option<Interval>| {
         let logs: Vec<f64> =
             outcomes.iter().filter_map(|o| of(o).map(|i| i.median.max(f64::MIN_POSITIVE).ln())).collect();
@@ -112,6 +124,10 @@ pub fn summarise(outcomes: &[Outcome], seconds: f64) -> Summary {
         refused: state(State::Refused),
         failed: state(State::Failed),
         faster: Pair { eager: faster(&eager), compile: faster(&compile) },
+        shared: Shared {
+            tasks: shared.len(),
+            faster: Pair { eager: shared_faster(&eager), compile: shared_faster(&compile) },
+        },
         geomean: Pair { eager: means(&eager), compile: means(&compile) },
         attempts: outcomes.iter().map(|o| o.attempts).sum(),
         seconds,
@@ -127,6 +143,7 @@ fn line(outcome: &Outcome) -> Line {
         state: outcome.state,
         reward: verdict.map(|v| v.reward),
         grade: verdict.map(|v| v.grade),
+        measurement: verdict.map(|v| v.measurement),
         speedup: Pair { eager: speedup(|v| v.speedup.eager), compile: speedup(|v| v.speedup.compile) },
         reason: outcome.reason.clone().or_else(|| verdict.and_then(|v| v.reason.as_ref()).map(|r| r.message.clone())),
         attempts: outcome.attempts,

@@ -43,6 +43,12 @@ impl Evidence {
         self.speedup.eager = timing::speedup(&self.eager_us, &self.candidate_us, 4);
     }
 
+    /// Others had the device while this was measured: what follows from the figures is not to be trusted.
+    pub(super) fn shared(&mut self, why: &str) {
+        self.measurement = Some(Measurement::Shared);
+        self.notes.push(format!("{why}: the figures are not to be trusted"));
+    }
+
     pub(super) fn time<T>(&mut self, phase: &str, work: impl FnOnce(&mut Self) -> T) -> T {
         let start = Instant::now();
         let done = work(self);

@@ -10,11 +10,11 @@ use super::correct::{PLAIN, compare, draw, eager, sample};
 use super::evidence::Evidence;
 use super::run::{RUNNER, Run};
 use super::{Budget, Stop};
-use crate::judge::cache::Baseline;
+use crate::judge::cache::{BASELINE, Baseline};
 use crate::judge::session::{MINUTES, Session, secret_seed, task_error};
 use crate::judge::timing::{self, Random};
 use crate::judge::verdict::{FASTER, Measurement};
-use crate::judge::{load, process};
+use crate::judge::{Device, load, process};
 
 /// An empty plan that takes longer than this on the host's clock, in microseconds, shares the device (whose time
 /// slices are about 2 ms).
@@ -30,9 +30,7 @@ pub(super) fn settle(run: &mut Run, evidence: &mut Evidence) -> Result<(), Stop>
             return Ok(());
         }
         if start.elapsed() > Duration::from_secs(2) {
-            evidence
-                .audit
-                .push(format!("the device was not idle before the measurement: an empty plan took {worst:.0} us"));
+            evidence.shared(&format!("others used the card before the measurement (an empty plan took {worst:.0} us)"));
             return Ok(());
         }
     }
@@ -46,9 +44,9 @@ pub(super) fn measure(
 ) -> Result<(), Stop> {
     let mut random = Random::new(secret_seed()?);
     let start = Instant::now();
-    evidence.measurement = Some(Measurement::Exclusive);
-    let mut pids = vec![run.runner.pid(), session.host.pid.unsigned_abs(), std::process::id()];
-    pids.extend(session.helper.iter().map(|h| h.pid.unsigned_abs()));
+    evidence.measurement.get_or_insert(Measurement::Exclusive);
+    let mut pids = own(session);
+    pids.push(run.runner.pid());
     let load = run.cpu.then(|| load::Load::begin(&pids));
     let mut walls = Vec::new();
     let mut block = 0;
@@ -78,11 +76,8 @@ pub(super) fn measure(
     if let Some(share) = load.and_then(|l| l.foreign(&pids))
         && share > load::TOLERATED
     {
-        evidence.measurement = Some(Measurement::Shared);
-        evidence.notes.push(format!(
-            "other programs used {:.0} % of the processors while this was measured: the figures are not to be trusted",
-            100.0 * share
-        ));
+        evidence
+            .shared(&format!("other programs used {:.0} % of the processors while this was measured", 100.0 * share));
     }
     if run.cpu {
         let fast = timing::median(&evidence.candidate_us).is_some_and(|t| t < 3.0 * run.null_us);
@@ -99,6 +94,13 @@ pub(super) fn measure(
     let baseline = &evidence.eager_us;
     evidence.speedup.eager = timing::speedup(baseline, &evidence.candidate_us, 4);
     Ok(())
+}
+
+/// Processes of a session that work for a measurement, beside its runner.
+fn own(session: &Session) -> Vec<u32> {
+    let mut pids = vec![session.host.pid.unsigned_abs(), std::process::id()];
+    pids.extend(session.helper.iter().map(|h| h.pid.unsigned_abs()));
+    pids
 }
 
 /// Device events live in a context with hostile device code: their sum is held against the host's clock, less what
@@ -170,7 +172,7 @@ pub(super) fn against_compile(session: &mut Session, evidence: &mut Evidence) ->
     let Some(eager_now) = timing::median(&evidence.eager_us) else { return Ok(()) };
     let mut fresh = false;
     if session.baseline.is_none() {
-        session.baseline = Some(measure_compile(session)?);
+        session.baseline = Some(measure_compile(session, evidence)?);
         fresh = true;
     }
     loop {
@@ -185,7 +187,7 @@ pub(super) fn against_compile(session: &mut Session, evidence: &mut Evidence) ->
         let found = timing::speedup(&scaled, &evidence.candidate_us, 5);
         let near = found.as_ref().is_some_and(|x| (x.median / FASTER - 1.0).abs() < 0.1);
         if near && !fresh {
-            session.baseline = Some(measure_compile(session)?);
+            session.baseline = Some(measure_compile(session, evidence)?);
             fresh = true;
             continue;
         }
@@ -205,13 +207,20 @@ pub(super) fn prepare_compile(session: &mut Session) -> Result<(), Stop> {
     }
 }
 
-fn measure_compile(session: &mut Session) -> Result<Baseline, Stop> {
+fn measure_compile(session: &mut Session, evidence: &mut Evidence) -> Result<Baseline, Stop> {
+    let cpu = session.fixed.judge.options.device == Device::Cpu;
+    if cpu && session.baseline.is_none() {
+        // The compiler's own processes are nobody's foreign load, so they are done before it is looked for.
+        prepare_compile(session)?;
+    }
     // A slot may be timed more than once: what `torch.compile` makes keeps no memo.
     let slots: Vec<usize> = (0..12).map(|i| i % session.slots).collect();
     for slot in 0..session.slots {
         draw(session, slot, PLAIN)?;
     }
     let mut compiled = Baseline::default();
+    let pids = own(session);
+    let load = cpu.then(|| load::Load::begin(&pids));
     match session.host.ask(&json!({"op": "compile", "slots": slots}), &[], MINUTES) {
         Ok(frame) => {
             compiled.compile_us =
@@ -224,9 +233,17 @@ fn measure_compile(session: &mut Session) -> Result<Baseline, Stop> {
     around.extend(eager(session, &slots)?.0);
     compiled.eager_us = timing::median(&around).unwrap_or(0.0);
     compiled.eager_at_compile_us = compiled.eager_us;
-    // What failed may have failed for want of room or time: the next session tries again.
-    if compiled.compile_error.is_none() {
-        session.fixed.judge.cache.put("baseline", &session.fixed.digest, &compiled);
+    let foreign = load.and_then(|l| l.foreign(&pids)).filter(|share| *share > load::TOLERATED);
+    if let Some(share) = foreign {
+        evidence.shared(&format!(
+            "other programs used {:.0} % of the processors while torch.compile was measured",
+            100.0 * share
+        ));
+    }
+    // What failed may have failed for want of room or time, and what others disturbed is no baseline: the next session
+    // tries again.
+    if compiled.compile_error.is_none() && evidence.measurement != Some(Measurement::Shared) {
+        session.fixed.judge.cache.put(BASELINE, &session.fixed.digest, &compiled);
     }
     Ok(compiled)
 }

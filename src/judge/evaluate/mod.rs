@@ -127,6 +127,7 @@ fn ready_steps(
 
 /// What a candidate comes to before anything runs: for exports.
 pub(super) fn artifacts(fixed: &Fixed, candidate: &Candidate) -> Result<super::Artifacts, Error> {
+    let _turn = fixed.judge.quietly();
     let ready = ready(fixed, candidate);
     match ready.outcome {
         Ok((recording, images)) => {
@@ -139,6 +140,7 @@ pub(super) fn artifacts(fixed: &Fixed, candidate: &Candidate) -> Result<super::A
 
 /// What a build comes to: the steps of the plan, or why there is none.
 pub(super) fn compile(fixed: &Fixed, candidate: &Candidate) -> Result<Result<Vec<LaunchEvidence>, Reason>, Error> {
+    let _turn = fixed.judge.quietly();
     match ready(fixed, candidate).outcome {
         Ok((recording, _)) => Ok(Ok(evidence::steps(&recording.plan))),
         Err(Stop::Candidate(reason)) => Ok(Err(*reason)),
@@ -152,7 +154,11 @@ pub(super) fn evaluate(session: &mut Session, candidate: &Candidate, effort: Eff
     ahead::prepare(session);
     session.prepare()?;
     let prepare = start.elapsed().as_secs_f64();
-    let mut ready = ready(&Arc::clone(&session.fixed), candidate);
+    let mut ready = {
+        let fixed = Arc::clone(&session.fixed);
+        let _turn = fixed.judge.quietly();
+        ready(&fixed, candidate)
+    };
     ready.evidence.phases.insert("prepare".into(), prepare);
     ready.seconds += prepare;
     finish(session, ready, effort, false)
@@ -280,6 +286,11 @@ fn steps(
     // A screening doesn't hold the device, so it stops the next runner itself.
     if let Some(spare) = session.spare.as_ref().filter(|_| effort == Effort::Screen) {
         spare.freeze();
+    }
+    if !held.alone() && (cpu || effort == Effort::Final) {
+        evidence.shared(
+            "another kernelfleet did not give the device free for a long time and worked beside this measurement",
+        );
     }
     let measured = evidence.time("measure", |e| measure::measure(session, &mut run, &budget, e));
     if let Some(spare) = session.spare.as_ref().filter(|_| effort == Effort::Screen) {
