@@ -96,9 +96,17 @@ fn a_deadline_a_stop_and_an_absent_server_are_told_apart() {
     // A port that nobody listens at.
     let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let mut settings = Settings::new(&format!("http://127.0.0.1:{port}/v1"));
-    (settings.limits.tries, settings.limits.first_wait) = (3, Duration::from_millis(1));
-    let error = ask(&Gateway::new(settings).unwrap(), 20).unwrap_err();
-    assert!(error.to_string().contains("can't be reached") && error.to_string().contains("(3 attempts)"), "{error}");
+    (settings.limits.unreachable_tries, settings.limits.first_wait) = (3, Duration::from_millis(1));
+    let told = std::sync::Mutex::new(Vec::new());
+    let telling = |what: &str| told.lock().unwrap().push(what.to_owned());
+    let gateway = Gateway::new(settings).unwrap();
+    let until = Instant::now() + Duration::from_secs(20);
+    let error = gateway.chat_telling(&request, until, &AtomicBool::new(false), &telling).unwrap_err();
+    assert!(matches!(error, Error::Unreachable { tries: 3, .. }), "{error}");
+    assert!(error.to_string().contains(&format!("127.0.0.1:{port}/v1 can't be reached")), "{error}");
+    let told = told.into_inner().unwrap();
+    assert_eq!(told.len(), 2);
+    assert!(told[0].contains("can't be reached") && told[0].contains("attempt 2 in "), "{told:?}");
 }
 
 #[test]

@@ -16,7 +16,8 @@ use crate::gateway::{Answer, Error, Gateway, Key};
 
 /// The author of an episode's turns.
 pub trait Author: Send {
-    /// The next answer, of at most `most` tokens; `None` when there is nothing more to say.
+    /// The next answer, of at most `most` tokens; `None` when there is nothing more to say. `told` learns of what goes
+    /// wrong before it comes.
     ///
     /// # Errors
     /// When no answer came.
@@ -26,6 +27,7 @@ pub trait Author: Send {
         most: u64,
         until: Instant,
         stop: &AtomicBool,
+        told: &(dyn Fn(&str) + Sync),
     ) -> Result<Option<Answer<Reply>>, Error>;
     /// Who it is, for the trajectory.
     fn describe(&self) -> Value;
@@ -54,10 +56,11 @@ impl Author for Endpoint {
         most: u64,
         until: Instant,
         stop: &AtomicBool,
+        told: &(dyn Fn(&str) + Sync),
     ) -> Result<Option<Answer<Reply>>, Error> {
         let request =
             Request { model: &self.model, messages, tools: &DEFINITIONS, sampling: self.sampling, max_tokens: most };
-        self.gateway.chat(&request, until, stop).map(Some)
+        self.gateway.chat_telling(&request, until, stop, told).map(Some)
     }
 
     fn describe(&self) -> Value {
@@ -99,7 +102,14 @@ impl Recording {
 }
 
 impl Author for Recording {
-    fn next(&mut self, _: &[Value], _: u64, _: Instant, _: &AtomicBool) -> Result<Option<Answer<Reply>>, Error> {
+    fn next(
+        &mut self,
+        _: &[Value],
+        _: u64,
+        _: Instant,
+        _: &AtomicBool,
+        _: &(dyn Fn(&str) + Sync),
+    ) -> Result<Option<Answer<Reply>>, Error> {
         Ok(self.replies.pop_front().map(|reply| Answer { reply, seconds: 0.0, retries: 0 }))
     }
 

@@ -277,8 +277,10 @@ impl Play<'_> {
                 let tokens = self.conversation.tokens();
                 return Ok((End::Context, format!("{tokens} of {} tokens are used", limits.context_tokens)));
             };
-            (self.setting.say)(&format!("turn {}", self.turn + 1));
-            let over = match author.next(self.conversation.messages(), most, self.until, self.setting.stop) {
+            let (turn, say) = (self.turn + 1, self.setting.say);
+            say(&format!("turn {turn}"));
+            let told = |what: &str| say(&format!("turn {turn}: {what}"));
+            let over = match author.next(self.conversation.messages(), most, self.until, self.setting.stop, &told) {
                 Ok(Some(answer)) => self.turn(author, workspace, answer, most)?,
                 Ok(None) => Some((End::Turns, format!("the recording ends after {} turns", self.turn))),
                 Err(error) => self.unanswered(error)?,
@@ -331,9 +333,19 @@ impl Play<'_> {
                 self.fault(FaultOf::Endpoint, &refused.to_string())?;
                 Some((End::Faults, refused.to_string()))
             }
-            gateway::Error::Unavailable { ref what, tries } => {
+            // Where no answer ever came, the address is wrong or the server isn't up: nobody waits ten times for it.
+            gateway::Error::Unreachable { what, tries } if self.turn == 0 => {
                 self.retries += tries;
-                self.fault(FaultOf::Endpoint, what)?
+                self.fault(FaultOf::Endpoint, &what)?;
+                Some((End::Faults, format!("{what} ({tries} attempts)")))
+            }
+            gateway::Error::Unavailable { what, tries } | gateway::Error::Unreachable { what, tries } => {
+                self.retries += tries;
+                let over = self.fault(FaultOf::Endpoint, &what)?;
+                if over.is_none() {
+                    (self.setting.say)(&format!("turn {}: {what}; asking again", self.turn + 1));
+                }
+                over
             }
         })
     }

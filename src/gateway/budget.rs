@@ -15,6 +15,8 @@ pub struct Limits {
     pub tries: u32,
     /// Attempts at one request that may be answered with "too many requests".
     pub rate_tries: u32,
+    /// Attempts at one request that may find no server: one that is down is told soon, unlike one that is busy.
+    pub unreachable_tries: u32,
     /// Retries of all agents together; beyond it they wait, so that a server in trouble isn't stormed.
     pub retries_per_minute: u32,
     /// Wait before the first retry; each further one waits twice as long.
@@ -30,6 +32,7 @@ impl Default for Limits {
             concurrency: 64,
             tries: 6,
             rate_tries: 20,
+            unreachable_tries: 5,
             retries_per_minute: 120,
             first_wait: Duration::from_millis(500),
             most_wait: Duration::from_secs(60),
@@ -44,6 +47,8 @@ pub enum Failed {
     Rate,
     /// 5xx, a connection that broke, a stream that was cut, a hang.
     Trouble,
+    /// No connection could be made: nobody listens, no such name.
+    Unreachable,
 }
 
 /// What is left of a rate: a bucket that fills steadily. It may go below zero, when more was used than announced.
@@ -88,12 +93,13 @@ pub struct Budget {
 pub struct Tries {
     pub trouble: u32,
     pub rate: u32,
+    pub unreachable: u32,
 }
 
 impl Tries {
     #[must_use]
     pub const fn failed(&self) -> u32 {
-        self.trouble + self.rate
+        self.trouble + self.rate + self.unreachable
     }
 }
 
@@ -168,6 +174,7 @@ impl Budget {
         let (count, most) = match failed {
             Failed::Rate => (&mut tries.rate, self.limits.rate_tries),
             Failed::Trouble => (&mut tries.trouble, self.limits.tries),
+            Failed::Unreachable => (&mut tries.unreachable, self.limits.unreachable_tries),
         };
         *count += 1;
         let count = *count;
@@ -237,7 +244,7 @@ mod tests {
         let mut budget = Budget::new(Limits::default(), 1);
         let mut tries = Tries::default();
         let wait = budget.failed(at(10.0), Failed::Rate, &mut tries, Some(at(7.0)));
-        assert_eq!((wait, tries), (Some(at(7.0)), Tries { trouble: 0, rate: 1 }));
+        assert_eq!((wait, tries), (Some(at(7.0)), Tries { rate: 1, ..Tries::default() }));
         assert_eq!(budget.admit(at(12.0), 1, false), Err(at(5.0)));
         assert_eq!(budget.admit(at(17.0), 1, false), Ok(()));
     }
@@ -256,6 +263,18 @@ mod tests {
         }
         // Trouble of one request closes the endpoint for nobody else.
         assert_eq!(budget.admit(at(0.0), 1, false), Ok(()));
+    }
+
+    #[test]
+    fn a_server_that_is_down_is_given_up_sooner_than_one_in_trouble() {
+        let mut budget = Budget::new(Limits::default(), 7);
+        let mut seconds = |failed: Failed| {
+            let mut tries = Tries::default();
+            let waits = std::iter::from_fn(|| budget.failed(at(0.0), failed, &mut tries, None));
+            waits.map(|w| w.as_secs_f64()).sum::<f64>()
+        };
+        let (down, trouble, rate) = (seconds(Failed::Unreachable), seconds(Failed::Trouble), seconds(Failed::Rate));
+        assert!(down < 7.6 && down < trouble && trouble < rate, "{down} {trouble} {rate}");
     }
 
     #[test]

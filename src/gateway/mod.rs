@@ -65,6 +65,9 @@ pub enum Error {
     /// All attempts failed by the server's or the network's fault.
     #[error("{what} ({tries} attempts)")]
     Unavailable { what: String, tries: u32 },
+    /// No attempt found a server.
+    #[error("{what} ({tries} attempts)")]
+    Unreachable { what: String, tries: u32 },
     /// The server won't serve this request, now or later: the key, the model's name, a field.
     #[error("the endpoint refuses the request: {0}")]
     Refused(String),
@@ -179,11 +182,26 @@ impl Gateway {
     /// # Errors
     /// When there is none; texts of the server come without the key.
     pub fn chat(&self, request: &chat::Request<'_>, until: Instant, stop: &AtomicBool) -> Result<Answer<Reply>, Error> {
+        self.chat_telling(request, until, stop, &|_| ())
+    }
+
+    /// As `chat`; `told` learns of each attempt that failed and is tried again, and why.
+    ///
+    /// # Errors
+    /// As `chat`.
+    pub fn chat_telling(
+        &self,
+        request: &chat::Request<'_>,
+        until: Instant,
+        stop: &AtomicBool,
+        told: &(dyn Fn(&str) + Sync),
+    ) -> Result<Answer<Reply>, Error> {
         let prompt = request.prompt_estimate();
         let last = Mutex::new(String::new());
         self.runtime.block_on(self.guarded(until, stop, &last, async {
             self.tried(
                 &last,
+                told,
                 prompt + 500,
                 |reply: &Reply| reply.usage.total(),
                 || async {
@@ -215,6 +233,7 @@ impl Gateway {
         self.runtime.block_on(self.guarded(until, stop, &last, async {
             self.tried(
                 &last,
+                &|_| (),
                 announced,
                 |c: &Completion| c.usage.total(),
                 || async {
@@ -255,6 +274,7 @@ impl Gateway {
     async fn tried<T, F>(
         &self,
         last: &Mutex<String>,
+        told: &(dyn Fn(&str) + Sync),
         announced: u64,
         used: impl Fn(&T) -> u64,
         attempt: impl Fn() -> F,
@@ -286,7 +306,15 @@ impl Gateway {
                 Err(Attempt::Retry(failed, what, after)) => {
                     tracing::debug!(%what, ?after, "an attempt at the endpoint failed");
                     let wait = self.budget().failed(self.began.elapsed(), failed, &mut tries, after);
-                    let Some(wait) = wait else { return Err(Error::Unavailable { what, tries: tries.failed() }) };
+                    let Some(wait) = wait else {
+                        let count = tries.failed();
+                        return Err(if tries.unreachable == count {
+                            Error::Unreachable { what, tries: count }
+                        } else {
+                            Error::Unavailable { what, tries: count }
+                        });
+                    };
+                    told(&format!("{what}; attempt {} in {:.1} s", tries.failed() + 1, wait.as_secs_f64()));
                     *last.lock().unwrap_or_else(PoisonError::into_inner) = what;
                     tokio::time::sleep(wait).await;
                 }
@@ -416,8 +444,12 @@ impl Gateway {
         while let Some(inner) = why.source() {
             why = inner;
         }
-        let what = if error.is_connect() { "the endpoint can't be reached" } else { "the connection broke" };
-        Attempt::Retry(Failed::Trouble, self.redact(&format!("{what}: {why}")), None)
+        let (failed, what) = if error.is_connect() {
+            (Failed::Unreachable, format!("the endpoint {} can't be reached", self.settings.base_url))
+        } else {
+            (Failed::Trouble, "the connection broke".to_owned())
+        };
+        Attempt::Retry(failed, self.redact(&format!("{what}: {why}")), None)
     }
 
     fn unreadable(&self, error: &Unreadable) -> Attempt {

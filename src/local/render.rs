@@ -272,7 +272,7 @@ fn verdict_sentence(outcome: &Outcome) -> String {
         }
         (State::Refused, _) => format!("Task refused: {}", stop(outcome.reason.as_deref().unwrap_or("no reason"))),
         (State::Failed | State::Judged, _) => {
-            format!("Not judged, the judge failed: {}", stop(outcome.reason.as_deref().unwrap_or("no reason")))
+            format!("Not judged: {}", stop(outcome.reason.as_deref().unwrap_or("no reason")))
         }
     }
 }
