@@ -15,6 +15,7 @@ import torch
 PYTHON = Path(__file__).resolve().parents[2] / "agent-image" / "python"
 sys.path.insert(0, str(PYTHON))
 
+from kernelfleet_host.reference import short  # noqa: E402
 from kernelfleet_host.tensors import DTYPES, Meta, contiguous_strides  # noqa: E402
 from kernelfleet_zygote import Channel  # noqa: E402
 
@@ -284,6 +285,14 @@ def test_written_inputs_and_state_are_compared_with_what_the_reference_leaves(ho
     os.pwrite(judged.input_fds[0], (x * 2).numpy().tobytes(), 0)
     os.pwrite(judged.state_fds[0], (judged.state["count"] + 1).numpy().tobytes(), 0)
     assert judged.says(x * 2 + 1 + judged.state["count"])["match"]
+
+
+def test_a_structure_is_told_as_python_writes_it() -> None:
+    assert short("tensor") == "a tensor"
+    assert short({"tuple": ["tensor"]}) == "a tuple (tensor,)"
+    nested = {"dict": [["sum", "tensor"], ["parts", {"list": ["tensor", {"value": "None"}]}]]}
+    assert short(nested) == "a dict {'sum': tensor, 'parts': [tensor, None]}"
+    assert short({"value": "3"}) == "3"
 
 
 def test_an_input_or_parameter_that_the_candidate_wrote_is_a_mismatch(host: Host) -> None:

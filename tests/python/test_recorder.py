@@ -376,6 +376,9 @@ REFUSED = {
     "radd": ("", "1+x", "framework_operator", "add"),
     "neg": ("", "-x", "framework_operator", "neg"),
     "cmp": ("", "x>0", "framework_operator", "gt"),
+    "branch": ("", "if x.sum() > 0: pass", "framework_operator", "decided in the kernel"),
+    "branch_compared": ("", "if (x > 0): pass", "framework_operator", "decided in the kernel, for each element"),
+    "branch_read": ("", "if x[0, 0]: pass", "input_read", "`if` can look at shapes, types and Python numbers alone"),
 }
 
 

@@ -1015,8 +1015,27 @@ def available_bytes(device: str) -> int:
 
 
 def short(structure: Any) -> str:
-    """A structure for messages."""
-    if isinstance(structure, str):
-        return structure
-    text = str(structure)
+    """A structure for messages: `a tuple (tensor, tensor)`."""
+    text = _said(structure)
+    if isinstance(structure, dict) and len(structure) == 1:
+        kind = next(iter(structure))
+        text = text if kind == "value" else f"a {kind} {text}"
+    else:
+        text = f"a {text}"
     return text if len(text) < 200 else text[:200] + "..."
+
+
+def _said(structure: Any) -> str:
+    """A structure as Python would write it, with `tensor` where one stands."""
+    if not isinstance(structure, dict) or len(structure) != 1:
+        return str(structure)
+    kind, inside = next(iter(structure.items()))
+    if kind == "value":
+        return str(inside)
+    if kind == "dict":
+        pairs = inside.items() if isinstance(inside, dict) else inside
+        return "{" + ", ".join(f"{name!r}: {_said(part)}" for name, part in pairs) + "}"
+    parts = ", ".join(_said(part) for part in inside)
+    if kind == "list":
+        return f"[{parts}]"
+    return f"({parts},)" if len(inside) == 1 else f"({parts})"

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernelfleet_recorder.refusal import COPY, READS, Refusal, hint_for
+from kernelfleet_recorder.refusal import BRANCH, COPY, READS, Refusal, hint_for
 from kernelfleet_recorder.session import Session, Store, pattern
 
 _PYTHON_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.Python) | torch._C.DispatchKeySet(
@@ -369,7 +369,7 @@ def _refuse_operator(
             "input_read",
             f"{public} reads values of a tensor that has none: inputs and results of launches are not known when "
             "a candidate is recorded",
-            "decide inside a kernel, or from shapes and types; a plan can't branch on data",
+            BRANCH,
         )
     what = public if operator.startswith(public) else f"{public} ({operator})"
     kinds = {"input": "an input", "workspace": "what a kernel computes"}
@@ -378,10 +378,12 @@ def _refuse_operator(
     )
     types = {tensor.dtype for tensor in tensors}
     dtype_changes = name in COPY and (len(types) > 1 or name == "_to_copy" and "contiguous" not in public)
+    place = session.place()
+    branches = place is not None and place.source.strip().startswith(("if ", "elif ", "while ", "assert "))
     session.refuse(
         "framework_operator",
         f"{what} is a framework operator on {meets}: forward may only launch kernels, take views and allocate",
-        hint_for(name, dtype_changes),
+        BRANCH if branches else hint_for(name, dtype_changes),
     )
 
 
@@ -426,7 +428,7 @@ def _plain_copy(session: Session, tensor: torch.Tensor, what: str) -> torch.Tens
             "input_read",
             f"{what} reads values of a tensor that has none: inputs and results of launches are not known when a "
             "candidate is recorded",
-            "decide inside a kernel, or from shapes and types; a plan can't branch on data",
+            BRANCH,
         )
     if store.from_parameters:
         place = session.place()

@@ -54,7 +54,15 @@ CONV = frozenset(
 )
 COPY = frozenset("clone copy_ copy contiguous _to_copy to lift_fresh_copy new_tensor resize_".split())
 GATHER = frozenset("cat stack index index_select gather index_put_ pad constant_pad_nd flip roll repeat".split())
+COMPARE = frozenset("gt ge lt le eq ne any all isnan isinf isfinite logical_and logical_or logical_not".split())
 READS = frozenset("_local_scalar_dense item is_nonzero equal allclose nonzero unique unique2 _unique2 bincount".split())
+
+
+BRANCH = (
+    "forward runs once, on tensors without values, so `if` can look at shapes, types and Python numbers alone; what "
+    "depends on values is decided in the kernel, for each element (`y[i] = x[i] > 0.0f ? a : b`)"
+)
+"""What to do instead of a branch on data."""
 
 
 def hint_for(operator: str, dtype_changes: bool = False) -> str:
@@ -69,6 +77,8 @@ def hint_for(operator: str, dtype_changes: bool = False) -> str:
         return "read the tensor through its strides inside a kernel, or write a kernel that packs it"
     if operator in GATHER:
         return "let a kernel write into a slice of its output; views (split, chunk, slices, expand) cost nothing"
+    if operator.rstrip("_") in COMPARE:
+        return BRANCH
     if operator.endswith("_like") or operator in ("rand", "randn", "bernoulli_", "native_dropout"):
         return "random numbers can't be part of a plan"
     return "write a kernel in kernels/ and launch it with kf.load(..)"

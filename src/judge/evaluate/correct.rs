@@ -92,33 +92,46 @@ pub(super) fn compare(session: &mut Session, slot: usize, run: &Run, what: &str)
     if frame.body["match"].as_bool() == Some(true) {
         return Ok(());
     }
-    let detail = &frame.body["detail"];
-    let rule = detail["rule"].as_str().unwrap_or("?");
-    let figure = |key: &str| detail[key].as_f64().map_or_else(|| "?".to_owned(), |x| format!("{x:.3e}"));
-    let place = if detail["index"].is_array() { format!(" at {}", detail["index"]) } else { String::new() };
-    let message = match rule {
-        "nan" => {
-            format!("output {} has NaN or infinity where the reference has not{place}, on {what}", detail["output"])
-        }
-        "input" => format!("an input was changed in a way that the reference does not change it, on {what}"),
-        "state" => format!(
-            "a parameter or buffer of the state dict was changed as the reference does not change it, on {what}"
-        ),
-        "exact" => {
-            format!("output {} differs from the reference{place}, on {what}; it has to be equal", detail["output"])
-        }
-        _ => format!(
-            "output {} is off by {} where {} is allowed (rule {rule}{place}), on {what}",
-            detail["output"],
-            figure("value"),
-            figure("limit")
-        ),
-    };
-    let mut found = reason("mismatch", message);
+    let mut found = reason("mismatch", mismatch(&frame.body["detail"], what));
     if run.names.len() == 1 {
         found.launch = Some(run.names[0].0.clone());
     }
     Err(Stop::Candidate(Box::new(found)))
+}
+
+/// One sentence on what a comparison found: which output, where, by how much.
+fn mismatch(detail: &Value, what: &str) -> String {
+    let rule = detail["rule"].as_str().unwrap_or("?");
+    let figure = |key: &str| detail[key].as_f64().map_or_else(|| "?".to_owned(), |x| format!("{x:.3e}"));
+    // A scalar has no place within it.
+    let place = match detail["index"].as_array() {
+        Some(index) if !index.is_empty() => format!(" at {}", detail["index"]),
+        _ => String::new(),
+    };
+    let output = &detail["output"];
+    match rule {
+        "nan" => format!("output {output} has NaN or infinity where the reference has not{place}, on {what}"),
+        "input" => format!("an input was changed in a way that the reference does not change it, on {what}"),
+        "state" => format!(
+            "a parameter or buffer of the state dict was changed as the reference does not change it, on {what}"
+        ),
+        "exact" => format!("output {output} differs from the reference{place}, on {what}; it has to be equal"),
+        _ => {
+            let how = match rule {
+                "rms" => "root mean square over the whole tensor".to_owned(),
+                "max" => "the largest error".to_owned(),
+                "slab" => {
+                    format!("within one row or channel{}", place.replace(['[', ']'], "").replace(" at", ", number"))
+                }
+                other => format!("{other}{place}"),
+            };
+            format!(
+                "output {output} is off by {} where {} is allowed ({how}), on {what}",
+                figure("value"),
+                figure("limit")
+            )
+        }
+    }
 }
 
 pub(super) fn correctness(
@@ -172,4 +185,27 @@ pub(super) fn correctness(
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_mismatch_is_told_in_words_and_a_scalar_has_no_place() {
+        let said = |detail: Value| mismatch(&detail, "input set 2");
+        let figures = |rule: &str, index: Value| {
+            said(json!({"rule": rule, "output": 0, "value": 0.5, "limit": 1e-6, "index": index}))
+        };
+        assert_eq!(
+            figures("rms", json!([])),
+            "output 0 is off by 5.000e-1 where 1.000e-6 is allowed (root mean square over the whole tensor), on input set 2"
+        );
+        assert!(figures("slab", json!([2673])).contains("(within one row or channel, number 2673)"));
+        assert_eq!(
+            said(json!({"rule": "exact", "output": 1, "index": []})),
+            "output 1 differs from the reference, on input set 2; it has to be equal"
+        );
+        assert!(said(json!({"rule": "nan", "output": 0, "index": [5, 7]})).contains("has not at [5,7], on"));
+    }
 }
