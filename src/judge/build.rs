@@ -4,6 +4,8 @@
 //! Equal sources give equal images: compilers see relative names in a folder whose path depends on the sources. Only this
 //! file writes the build cache; an entry carries the digest of its content and is rebuilt when it does not fit.
 
+pub(super) mod signature;
+
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::Read;

@@ -10,7 +10,7 @@ use crate::judge::cache::digest;
 use crate::judge::session::{Error, Fixed};
 use crate::judge::verdict::Reason;
 use crate::judge::{Candidate, Device, admit, build};
-use crate::plan::{Op, Plan};
+use crate::plan::{Launch, Op, Plan};
 
 pub(super) fn build_all(
     fixed: &Fixed,
@@ -44,27 +44,33 @@ pub(super) fn build_all(
                     ..reason("image_refused", refused.to_string())
                 }))
             })?;
-            for node in &plan.nodes {
-                if let Op::Launch(launch) = &node.op
-                    && launch.module == index
-                {
-                    admit::check_launch(&image, launch).map_err(|refused| {
-                        let (file, line) = place(node.line.as_deref());
-                        Stop::Candidate(Box::new(Reason {
-                            file,
-                            line,
-                            launch: Some(launch.kernel.clone()),
-                            ..reason("launch_invalid", refused.to_string())
-                        }))
-                    })?;
-                }
-            }
+            check_launches(plan, index, |launch| {
+                admit::check_launch(&image, launch).map(|_| ()).map_err(|refused| refused.to_string())
+            })?;
+        } else if let Some(source) = candidate.files.get(&module.path) {
+            check_launches(plan, index, |launch| build::signature::check(source, &launch.kernel, &launch.args))?;
         }
         images.push(built);
     }
     let all: Vec<&[u8]> = images.iter().map(|b| b.digest.as_bytes()).collect();
     evidence.digests.insert("image".into(), digest(all));
     Ok(images)
+}
+
+/// Every launch of a module against what is known of its kernel.
+fn check_launches(plan: &Plan, module: usize, check: impl Fn(&Launch) -> Result<(), String>) -> Result<(), Stop> {
+    for node in &plan.nodes {
+        if let Op::Launch(launch) = &node.op
+            && launch.module == module
+        {
+            check(launch).map_err(|why| {
+                let (file, line) = place(node.line.as_deref());
+                let launch = Some(launch.kernel.clone());
+                Stop::Candidate(Box::new(Reason { file, line, launch, ..reason("launch_invalid", why) }))
+            })?;
+        }
+    }
+    Ok(())
 }
 
 pub(super) fn place(line: Option<&str>) -> (Option<String>, Option<u32>) {
