@@ -247,9 +247,9 @@ enum Task {
         #[command(flatten)]
         output: Format,
     },
-    /// Writes a task file around a module of a library
+    /// Writes a task file around a module, of a library or of your own file
     Init {
-        /// `torch.nn.GELU` or `package.module:Class`
+        /// `torch.nn.GELU`, `package.module:Class`, or a class of your own file: `./layers.py:Gate`
         #[arg(long)]
         module: String,
         /// Shape of a tensor that forward gets, `16,1024`; again for each further one

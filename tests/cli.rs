@@ -14,6 +14,15 @@ fn kernelfleet(arguments: &[&str], home: &Path) -> Output {
         .unwrap()
 }
 
+fn beside(arguments: &[&str], folder: &Path) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_kernelfleet"))
+        .args(arguments)
+        .env("KERNELFLEET_CACHE", folder.join("cache"))
+        .current_dir(folder)
+        .output()
+        .unwrap()
+}
+
 fn says(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
@@ -121,11 +130,62 @@ fn a_task_is_written_around_a_module_and_a_missing_package_is_named() {
     );
     assert_eq!(missing.status.code(), Some(2));
     assert!(says(&missing).contains("the package flash_attn is not installed"));
+    assert!(!says(&missing).contains("pip install"), "whose package that is nobody knows");
     let typo = kernelfleet(
         &["task", "init", "--module", "torch.nn.GELUU", "--shape", "1", "-o", path, "--force"],
         home.path(),
     );
     assert!(says(&typo).contains("torch.nn has no torch.nn.Module called GELUU"));
+}
+
+#[test]
+fn a_module_of_ones_own_file_becomes_a_task() {
+    let home = tempfile::tempdir().unwrap();
+    let layers = "import torch\nfrom torch import nn\n\n\nclass Gate(nn.Module):\n    def __init__(self, width):\n        super().__init__()\n        self.scale = nn.Linear(width, width)\n\n    def forward(self, x):\n        return x * torch.sigmoid(self.scale(x))\n\n\ndef helper():\n    return 1\n";
+    std::fs::write(home.path().join("my_layers.py"), layers).unwrap();
+    let init = |module: &str, arguments: &str| {
+        let all = [
+            "task",
+            "init",
+            "--module",
+            module,
+            "--shape",
+            "4,8",
+            "--arguments",
+            arguments,
+            "-o",
+            "gate.py",
+            "--force",
+        ];
+        beside(&all, home.path())
+    };
+    for module in ["./my_layers.py:Gate", "my_layers:Gate", "my_layers.Gate"] {
+        let output = init(module, "8");
+        assert!(output.status.success(), "{module}: {}", says(&output));
+        let checked = beside(&["task", "check", "gate.py", "--static"], home.path());
+        assert!(checked.status.success(), "{}", says(&checked));
+    }
+    let wrong = init("my_layers:Gate", "8, 9");
+    assert_eq!(wrong.status.code(), Some(2));
+    assert!(
+        says(&wrong)
+            .contains("can't be constructed with 8, 9: TypeError: Gate.__init__() takes 2 positional arguments"),
+        "{}",
+        says(&wrong)
+    );
+    assert!(says(&init("my_layers:helper", "")).contains("my_layers.py has no class helper; its classes: Gate"));
+    std::fs::write(home.path().join("my_layers.py"), format!("from helpers import x\n{layers}")).unwrap();
+    assert!(
+        says(&init("my_layers:Gate", "8")).contains("my_layers.py:1: imports helpers, and the package helpers is not")
+    );
+    std::fs::create_dir(home.path().join("mine")).unwrap();
+    assert!(says(&init("mine.layers:Gate", "8")).contains("mine is a folder here, and a task is one file"));
+    let library = init("torch.nn.LayerNorm", "");
+    assert!(
+        says(&library).contains("torch.nn.LayerNorm can't be constructed with no arguments: TypeError"),
+        "{}",
+        says(&library)
+    );
 }
 
 #[test]

@@ -764,38 +764,114 @@ pub struct InitArguments {
 /// # Errors
 /// `Request` when the module can't be imported or the file is there already.
 pub fn init(arguments: &InitArguments) -> Result<(), Failure> {
-    let text = init::render(&arguments.request).map_err(Failure::Request)?;
-    let (package, class) = init::split(&arguments.request.module).map_err(Failure::Request)?;
+    let request = &arguments.request;
+    let local = local(&request.module)?;
+    let text = init::render(request, local.as_ref()).map_err(Failure::Request)?;
     let environment = environment::discover().map_err(Failure::request)?;
-    let top = package.split('.').next().unwrap_or(&package);
-    if !environment.python.modules.iter().any(|m| m == top) {
-        let python = environment.toolchain.python.display();
-        return Err(Failure::Request(format!(
-            "the package {top} is not installed in the environment that tasks run in; {python} -m pip install {top}"
-        )));
+    let python = &environment.toolchain.python;
+    if let Some(local) = &local {
+        let class = request.module.rsplit([':', '.']).next().unwrap_or_default();
+        if let Some(why) = local.refusal(class, &environment.python.modules) {
+            return Err(Failure::Request(why));
+        }
+    } else {
+        let (package, _) = init::split(&request.module).map_err(Failure::Request)?;
+        let top = package.split('.').next().unwrap_or(&package);
+        if Path::new(top).is_dir() {
+            return Err(Failure::Request(format!(
+                "{top} is a folder here, and a task is one file: put the class and what it needs into one file and name that, --module ./file.py:Class"
+            )));
+        }
+        if !environment.python.modules.iter().any(|m| m == top) {
+            return Err(Failure::Request(format!(
+                "the package {top} is not installed in the environment that tasks run in ({}), and there is no {top}.py here; if it is a package that you know, install it there",
+                python.display()
+            )));
+        }
     }
-    // The library is the user's own choice and runs as the user, as it would in their own program.
-    let question = "import importlib, sys\nm = importlib.import_module(sys.argv[1])\nc = getattr(m, sys.argv[2], None)\nimport torch\nprint('ok' if isinstance(c, type) and issubclass(c, torch.nn.Module) else 'no')";
-    let answer = Command::new(&environment.toolchain.python)
-        .args(["-c", question, &package, &class])
-        .stdin(Stdio::null())
-        .output()
-        .map_err(Failure::fault)?;
-    let said = String::from_utf8_lossy(&answer.stdout);
-    if said.trim() != "ok" {
-        let why = String::from_utf8_lossy(&answer.stderr);
-        let why = why
-            .lines()
-            .last()
-            .map_or_else(|| format!("{package} has no torch.nn.Module called {class}"), str::to_owned);
-        return Err(Failure::Request(format!("{} can't be used: {why}", arguments.request.module)));
-    }
+    constructible(python, request, &text)?;
     if arguments.file.exists() && !arguments.force {
         return Err(Failure::Request(format!("{} is there already; --force overwrites it", arguments.file.display())));
     }
     std::fs::write(&arguments.file, text).map_err(Failure::request)?;
     eprintln!("wrote {}; next: kernelfleet task check {}", arguments.file.display(), arguments.file.display());
     Ok(())
+}
+
+/// The file that a module's name means, if it is one: `./layers.py:Gate`, or `layers:Gate` beside a `layers.py`.
+fn local(module: &str) -> Result<Option<init::Local>, Failure> {
+    let path = match init::file(module) {
+        Some((path, _)) => PathBuf::from(path),
+        None => {
+            let (package, _) = init::split(module).map_err(Failure::Request)?;
+            let path = PathBuf::from(format!("{}.py", package.replace('.', "/")));
+            if !path.is_file() {
+                return Ok(None);
+            }
+            path
+        }
+    };
+    let text = std::fs::read_to_string(&path)
+        .map_err(|e| Failure::Request(format!("{} can't be read: {e}", path.display())))?;
+    Ok(Some(init::Local { name: path.file_name().unwrap_or_default().to_string_lossy().into_owned(), text }))
+}
+
+/// Runs the task's text and constructs its model. The module is the user's own choice and runs as the user, as it would
+/// in their own program.
+fn constructible(python: &Path, request: &init::Request, text: &str) -> Result<(), Failure> {
+    use std::io::Write;
+    const QUESTION: &str = r#"
+import sys
+import torch
+def say(word, error=""):
+    print("\n" + word + "\n" + (f"{type(error).__name__}: {error}" if error else ""))
+    sys.exit()
+space = {"__name__": "task"}
+try:
+    exec(compile(sys.stdin.read(), "task.py", "exec"), space)
+except BaseException as error:
+    say("import", error)
+found = space.get(sys.argv[1])
+if not (isinstance(found, type) and issubclass(found, torch.nn.Module)):
+    say("class")
+try:
+    space["Model"](*space["get_init_inputs"]())
+except BaseException as error:
+    say("constructor", error)
+say("ok")
+"#;
+    let class = request.module.rsplit([':', '.']).next().unwrap_or_default();
+    let subject = if text.contains(" as Subject\n") { "Subject" } else { class };
+    let mut child = Command::new(python)
+        .args(["-c", QUESTION, subject])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .map_err(Failure::fault)?;
+    if let Some(mut pipe) = child.stdin.take() {
+        pipe.write_all(text.as_bytes()).map_err(Failure::fault)?;
+    }
+    let answer = child.wait_with_output().map_err(Failure::fault)?;
+    let said = String::from_utf8_lossy(&answer.stdout);
+    let words = ["ok", "import", "class", "constructor"];
+    let mut lines = said.lines().skip_while(|l| !words.contains(l));
+    let word = lines.next().unwrap_or("import");
+    let why = lines.collect::<Vec<_>>().join(" ");
+    let module = &request.module;
+    Err(Failure::Request(match word {
+        "ok" => return Ok(()),
+        "class" => format!("{module} can't be used: it is no torch.nn.Module"),
+        "constructor" => {
+            let given = if request.arguments.is_empty() { "no arguments" } else { &request.arguments };
+            format!("{module} can't be constructed with {given}: {}; say others with --arguments", why.trim())
+        }
+        _ if why.contains("cannot import name") => {
+            let package = module.rsplit_once([':', '.']).map_or(module.as_str(), |(package, _)| package);
+            format!("{module} can't be used: {package} has no torch.nn.Module called {class}")
+        }
+        _ => format!("{module} can't be used: {}", why.trim()),
+    }))
 }
 
 /// `kernelfleet export`.

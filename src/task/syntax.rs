@@ -105,6 +105,34 @@ fn defines(body: &[Stmt], name: &str) -> bool {
     })
 }
 
+/// The classes of a text, and every name that its top level gives to a class or function. Nothing of one that doesn't parse.
+#[must_use]
+pub fn names(source: &str) -> (Vec<String>, Vec<String>) {
+    let Ok(parsed) = parse_module(source) else { return Default::default() };
+    let (mut classes, mut all) = (Vec::new(), Vec::new());
+    for statement in &parsed.syntax().body {
+        match statement {
+            Stmt::ClassDef(c) => {
+                classes.push(c.name.to_string());
+                all.push(c.name.to_string());
+            }
+            Stmt::FunctionDef(f) => all.push(f.name.to_string()),
+            _ => {}
+        }
+    }
+    (classes, all)
+}
+
+/// The line of the first import of a neighbouring file (`from . import x`) at the top level.
+#[must_use]
+pub fn relative_import(source: &str) -> Option<usize> {
+    let parsed = parse_module(source).ok()?;
+    parsed.syntax().body.iter().find_map(|s| match s {
+        Stmt::ImportFrom(i) if i.level > 0 => Some(line_of(source, i.range().start().to_usize())),
+        _ => None,
+    })
+}
+
 fn name_of(expr: &Expr) -> Option<String> {
     match expr {
         Expr::Name(n) => Some(n.id.to_string()),
