@@ -5,7 +5,7 @@
 
 use std::collections::BTreeMap;
 
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 use kube::{CustomResource, KubeSchema};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -15,7 +15,30 @@ pub const ONE_SOURCE: &str = "exactly one of inline, configMap, taskSet says whe
 /// Message of the rule on `spec.policy`.
 pub const ONE_POLICY: &str = "exactly one of endpoint, builtin, replay says who writes the kernels";
 
+/// Value of `spec.managedBy` that means this operator, as does leaving it out.
+pub const MANAGER: &str = "kernelfleet.dev/operator";
+/// Results that a status holds.
+pub const MOST_RESULTS: usize = 64;
+
+/// A rule that freezes fields of the spec once the status says that the job has started.
+fn frozen(fields: &[&str]) -> String {
+    let same = fields.iter().map(|f| {
+        format!(
+            "(has(self.spec.{f}) ? has(oldSelf.spec.{f}) && self.spec.{f} == oldSelf.spec.{f} : !has(oldSelf.spec.{f}))"
+        )
+    });
+    let same: Vec<String> = same.collect();
+    format!(
+        "!has(oldSelf.status) || !has(oldSelf.status.conditions) || \
+         !oldSelf.status.conditions.exists(c, c.type == 'Started' && c.status == 'True') || ({})",
+        same.join(" && ")
+    )
+}
+
 /// A set of PyTorch tasks for which faster kernels are wanted.
+///
+/// The spec may be corrected until the condition `Started` is true; from then on `suspend`, `ttlSecondsAfterFinished` and
+/// `agent.parallelism` alone can be changed.
 #[derive(CustomResource, KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[kube(
     group = "kernelfleet.dev",
@@ -24,11 +47,25 @@ pub const ONE_POLICY: &str = "exactly one of endpoint, builtin, replay says who 
     plural = "optimizationjobs",
     shortname = "oj",
     namespaced,
+    category = "kernelfleet",
     status = "OptimizationJobStatus",
     derive = "PartialEq",
+    validation = Rule::new("self.metadata.name.size() <= 52 && self.metadata.name.matches('^[a-z0-9]([-a-z0-9]*[a-z0-9])?$')").message("a job's name has at most 52 lower-case letters, digits and -, since the names of its pods begin with it"),
+    validation = Rule::new(frozen(&["tasks"])).message("spec.tasks is frozen since the job has started; make a new OptimizationJob for other tasks"),
+    validation = Rule::new(frozen(&["policy"])).message("spec.policy is frozen since the job has started; make a new OptimizationJob for another policy"),
+    validation = Rule::new(frozen(&["judge"])).message("spec.judge is frozen since the job has started; make a new OptimizationJob to judge otherwise"),
+    validation = Rule::new(frozen(&["target"])).message("spec.target is frozen since the job has started; make a new OptimizationJob for another target"),
+    validation = Rule::new(frozen(&["managedBy"])).message("spec.managedBy is frozen since the job has started; make a new OptimizationJob for another controller"),
+    validation = Rule::new(frozen(&["agent.maxTurns", "agent.contextTokens", "agent.attempts"])).message("spec.agent is frozen since the job has started, all but parallelism; make a new OptimizationJob for other limits"),
+    validation = Rule::new(frozen(&["agent.activeDeadlineSeconds", "agent.resources", "agent.scheduling"])).message("spec.agent is frozen since the job has started, all but parallelism; make a new OptimizationJob for other pods"),
+    printcolumn = r#"{"name":"State","type":"string","jsonPath":".status.conditions[?(@.type==\"Progressing\")].reason"}"#,
     printcolumn = r#"{"name":"Tasks","type":"integer","jsonPath":".status.tasks"}"#,
+    printcolumn = r#"{"name":"Running","type":"integer","jsonPath":".status.episodes.running"}"#,
     printcolumn = r#"{"name":"Correct","type":"integer","jsonPath":".status.correct"}"#,
-    printcolumn = r#"{"name":"Faster","type":"integer","jsonPath":".status.fasterThanEager"}"#,
+    printcolumn = r#"{"name":"Faster","type":"integer","jsonPath":".status.fasterThanEager","description":"Tasks whose best kernel is faster than eager PyTorch"}"#,
+    printcolumn = r#"{"name":"Speedup","type":"number","jsonPath":".status.geomean.eager","description":"Geometric mean over eager PyTorch, of correct tasks"}"#,
+    printcolumn = r#"{"name":"Pool","type":"string","jsonPath":".spec.judge.gpuPool","priority":1}"#,
+    printcolumn = r#"{"name":"Turns","type":"integer","jsonPath":".status.turns","priority":1}"#,
     printcolumn = r#"{"name":"Age","type":"date","jsonPath":".metadata.creationTimestamp"}"#
 )]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
@@ -47,14 +84,16 @@ pub struct OptimizationJobSpec {
     /// When a task counts as done before its turns are spent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub target: Option<Target>,
-    /// No new episode is started while this is true; running ones are stopped.
+    /// No new episode is started while this is true; running ones are stopped, and begin again on resumption. What has
+    /// been finished stays.
     #[serde(default)]
     pub suspend: bool,
     /// Seconds after its end at which the job is deleted; kept if nothing is said.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 0, max = 31_536_000))]
     pub ttl_seconds_after_finished: Option<i32>,
-    /// Another controller that manages this job, as for `batch/v1` Jobs.
+    /// The controller that manages this job, as for `batch/v1` Jobs: kernelfleet's operator leaves a job alone whose
+    /// value isn't `kernelfleet.dev/operator`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(min = 1, max = 63))]
     pub managed_by: Option<String>,
@@ -67,7 +106,7 @@ pub struct OptimizationJobSpec {
 pub struct Tasks {
     /// Task files written into the manifest.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(length(min = 1, max = 64))]
+    #[schemars(length(min = 1, max = 64), extend("x-kubernetes-list-type" = "map", "x-kubernetes-list-map-keys" = ["name"]))]
     pub inline: Option<Vec<InlineTask>>,
     /// A ConfigMap of the same namespace (locally: of the same file): each key that ends in `.py` is a task.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -116,7 +155,7 @@ pub struct TaskSetTasks {
 pub struct TaskSelector {
     /// Names of tasks.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(length(min = 1, max = 10_000))]
+    #[schemars(length(min = 1, max = 10_000), inner(length(min = 1, max = 253)))]
     pub names: Option<Vec<String>>,
     /// At most that many, in the set's order.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -211,7 +250,7 @@ pub struct Agent {
     #[serde(default = "one_i32")]
     #[schemars(range(min = 1, max = 256))]
     pub attempts: i32,
-    /// Episodes at once; what the namespace allows if nothing is said.
+    /// Episodes at once; 64 if nothing is said.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 1, max = 10_000))]
     pub parallelism: Option<i32>,
@@ -242,19 +281,22 @@ impl Default for Agent {
 }
 
 /// What a sandbox may use, as Kubernetes quantities.
-#[derive(JsonSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Resources {
     /// Cores, such as `2` or `500m`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[x_kube(validation = Rule::new("isQuantity(self)").message("not a quantity such as 500m, 2 or 4Gi"))]
     #[schemars(length(min = 1, max = 32))]
     pub cpu: Option<String>,
     /// Memory, such as `4Gi`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[x_kube(validation = Rule::new("isQuantity(self)").message("not a quantity such as 500m, 2 or 4Gi"))]
     #[schemars(length(min = 1, max = 32))]
     pub memory: Option<String>,
     /// Disk, such as `10Gi`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[x_kube(validation = Rule::new("isQuantity(self)").message("not a quantity such as 500m, 2 or 4Gi"))]
     #[schemars(length(min = 1, max = 32))]
     pub ephemeral_storage: Option<String>,
 }
@@ -265,6 +307,7 @@ pub struct Resources {
 pub struct Scheduling {
     /// Labels that a node must have.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    #[schemars(extend("maxProperties" = 32, "additionalProperties" = { "type": "string", "maxLength": 63 }))]
     pub node_selector: BTreeMap<String, String>,
     /// PriorityClass of the pods.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -299,7 +342,7 @@ pub struct Judge {
     pub minimum_grade: Grade,
     /// Library calls that candidates may make.
     #[serde(default = "libraries")]
-    #[schemars(length(max = 2))]
+    #[schemars(length(max = 2), extend("x-kubernetes-list-type" = "set"))]
     pub libraries: Vec<Library>,
 }
 
@@ -387,25 +430,159 @@ pub struct OptimizationJobStatus {
     /// Generation of the spec that this status speaks of.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub observed_generation: Option<i64>,
-    /// `Validated`, `Started`, `Progressing`, `Succeeded`, `Failed`, `Suspended`.
+    /// `Validated`, `Started`, `Progressing`, `Succeeded`, `Failed`, `Suspended`. The reason of `Progressing` is the state
+    /// in one word.
     #[serde(default)]
-    #[schemars(length(max = 16))]
+    #[schemars(schema_with = "super::conditions")]
     pub conditions: Vec<Condition>,
+    /// When the job's pods were first allowed to run.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub start_time: Option<Time>,
+    /// When it succeeded or failed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub completion_time: Option<Time>,
     /// Tasks of the job.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tasks: Option<i32>,
-    /// Episodes by state: `pending`, `running`, `succeeded`, `failed`.
-    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
-    pub episodes: BTreeMap<String, i32>,
+    /// Episodes by state.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub episodes: Option<Episodes>,
+    /// Turns of all episodes that count.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub turns: Option<i64>,
+    /// Tokens that models have read and written.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tokens: Option<Tokens>,
     /// Tasks whose best verdict is correct.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub correct: Option<i32>,
+    /// Tasks of which the policy said that it can't do them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub declined: Option<i32>,
     /// Tasks whose best verdict is faster than eager.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub faster_than_eager: Option<i32>,
     /// Tasks whose best verdict is faster than `torch.compile` as well.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub faster_than_compile: Option<i32>,
+    /// Shares of all tasks, 0 to 1.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rates: Option<Rates>,
+    /// Geometric means of the speedups of correct tasks.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub geomean: Option<Speedups>,
+    /// Seconds of GPU slices that were spent on it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gpu_seconds: Option<f64>,
+    /// Evaluations that wait for a judge.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub queued: Option<i32>,
+    /// The best result of each task, the fastest first, at most 64.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 64))]
+    pub results: Vec<TaskResult>,
+    /// Where the best kernels are; `kernelfleet results` fetches them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub best: Option<BestKernels>,
+    /// Name of the `batch/v1` Job whose pods are the episodes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub batch_job: Option<String>,
+}
+
+/// Episodes by state.
+#[derive(JsonSchema, Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Episodes {
+    /// Not begun, or to begin again.
+    #[serde(default)]
+    pub pending: i32,
+    /// Begun and not ended.
+    #[serde(default)]
+    pub running: i32,
+    /// Ended with a correct candidate.
+    #[serde(default)]
+    pub succeeded: i32,
+    /// Ended without one.
+    #[serde(default)]
+    pub failed: i32,
+    /// Ended by faults alone; they say nothing of the policy.
+    #[serde(default)]
+    pub faulted: i32,
+}
+
+/// Tokens of models.
+#[derive(JsonSchema, Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Tokens {
+    #[serde(default)]
+    pub read: i64,
+    #[serde(default)]
+    pub written: i64,
+}
+
+/// Shares of all tasks.
+#[derive(JsonSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Rates {
+    #[serde(default)]
+    pub correct: f64,
+    #[serde(default)]
+    pub faster_than_eager: f64,
+    #[serde(default)]
+    pub faster_than_compile: f64,
+}
+
+/// Speedups over the two baselines; absent where nothing was measured.
+#[derive(JsonSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Speedups {
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub eager: Option<f64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub compile: Option<f64>,
+}
+
+/// The best result of one task.
+#[derive(JsonSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct TaskResult {
+    #[schemars(length(max = 253))]
+    pub task: String,
+    /// Episode that it is of.
+    #[serde(default)]
+    pub episode: i32,
+    /// -1 not correct, 1 correct, 2 faster than eager, 3 than `torch.compile` too.
+    #[serde(default)]
+    pub reward: i32,
+    /// `enforced` or `observed`.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    #[schemars(length(max = 32))]
+    pub grade: String,
+    #[serde(default)]
+    pub speedup: Speedups,
+    /// Content address of the candidate.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    #[schemars(length(max = 128))]
+    pub candidate: String,
+    /// Why it is no better, where a sentence says it.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    #[schemars(length(max = 256))]
+    pub reason: String,
+}
+
+/// Where the best kernels are.
+#[derive(JsonSchema, Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct BestKernels {
+    /// ConfigMap of the same namespace: `<task>.tar.gz` with `model_new.py`, `kernels/`, `task.py` and `verdict.json`.
+    #[schemars(length(max = 253))]
+    pub config_map: String,
+    /// Tasks whose kernels it holds.
+    #[serde(default)]
+    pub tasks: i32,
+    /// Tasks whose kernels didn't fit into it; `results` has their addresses in the broker's store.
+    #[serde(default)]
+    pub left_out: i32,
 }
 
 fn one() -> f64 {

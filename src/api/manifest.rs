@@ -112,6 +112,8 @@ pub fn parse(path: &Path, text: &str) -> Result<Manifest, Refusal> {
                 Ok(job) => manifest.jobs.push(job),
                 Err(problems) => flaws.extend(problems.into_iter().map(|p| flaw(&p.path, p.message))),
             },
+            // A cluster's part of a file; here the flags say what they say there.
+            Some("GpuPool" | "ModelEndpoint" | "TaskSet") => {}
             Some(other) => {
                 let near = schema::nearest(other, ["OptimizationJob", "ConfigMap"].into_iter());
                 let hint = near.map(|n| format!("; did you mean `{n}`?")).unwrap_or_default();
