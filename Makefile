@@ -1,6 +1,6 @@
 # What a person types. `make demo` and `make test` need no other step before them.
 .DEFAULT_GOAL := help
-.PHONY: help demo env env-dev build test fmt lint crds soak soak-agents clean
+.PHONY: help demo env env-dev build test fmt lint crds soak soak-agents cluster cluster-down clean
 
 PYTHON := .kernelfleet/python/bin/python
 
@@ -37,6 +37,15 @@ soak: env build ## 100 KernelBench tasks checked, then the demo again and again 
 
 soak-agents: ## eight agents of 200 turns against a scripted endpoint: lost turns, memory of an agent
 	cargo test --release --locked --test agents_soak -- --ignored --nocapture
+
+cluster: env build ## a whole Kubernetes on this machine with the chart installed, as root (docs/test-bed.md); NODES=2 for two nodes
+	tests/cluster/build.sh
+	tests/cluster/up.sh $${NODES:-1}
+	tests/cluster/images.sh
+	tests/cluster/install.sh
+
+cluster-down: ## ends it and leaves nothing
+	@tests/cluster/down.sh
 
 clean: ## build outputs and results; keeps the Python environment
 	cargo clean

@@ -2,9 +2,10 @@
 
 Knows the stages and how their tools say what happened. Must not know what they test. Goes on after a stage that
 failed, so that one run shows all; the last line is ``N passed, M failed, K skipped``, counted from the tools' own
-figures (a stage without figures counts as one).
+figures (a stage without figures counts as one). In CI the tests that were skipped have to be those of
+``tests/skipped.txt``: a test that quietly lacks what it needs is no test.
 
-usage: all.py [--only rust|python|lint]
+usage: all.py [--only rust|python|lint|cluster]
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from difflib import unified_diff
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parent.parent
+SKIPPED = ROOT / "tests" / "skipped.txt"
 
 
 @dataclass
@@ -31,6 +34,8 @@ class Count:
     passed: int = 0
     failed: int = 0
     skipped: int = 0
+    # Which were skipped, or why.
+    names: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -58,9 +63,10 @@ def cargo(status: int, output: str) -> Count:
         count.failed += int(failed)
         count.skipped += int(ignored)
     # A test that lacks what it needs says so past the capture of its output.
-    skipped = len(re.findall(r"^skipped: ", output, re.MULTILINE))
-    count.passed -= skipped
-    count.skipped += skipped
+    skipped = re.findall(r"^skipped: .*", output, re.MULTILINE)
+    count.passed -= len(skipped)
+    count.skipped += len(skipped)
+    count.names = re.findall(r"^test (\S+) \.\.\. ignored", output, re.MULTILINE) + skipped
     if status != 0 and count.failed == 0:
         count.failed = 1
     return count
@@ -78,6 +84,11 @@ def junit(path: Path) -> Callable[[int, str], Count]:
                 count.passed += int(suite.get("tests", 0)) - failed - skipped
                 count.failed += failed
                 count.skipped += skipped
+                count.names += [
+                    f"{case.get('classname')}::{case.get('name')}"
+                    for case in suite.iter("testcase")
+                    if case.find("skipped") is not None
+                ]
         if status != 0 and count.failed == 0:
             count.failed = 1
         return count
@@ -85,8 +96,9 @@ def junit(path: Path) -> Callable[[int, str], Count]:
     return read
 
 
-def stages(report: Path) -> list[Stage]:
+def stages(reports: Path) -> list[Stage]:
     """All stages, the quick ones first."""
+    report, clustered = reports / "python.xml", reports / "cluster.xml"
     python = sys.executable
     return [
         Stage("lint", "cargo fmt", ["cargo", "fmt", "--check"], one),
@@ -97,6 +109,13 @@ def stages(report: Path) -> list[Stage]:
         # The snapshots, the custom resources' definitions and the examples are compared by tests of the crate.
         Stage("rust", "cargo test", ["cargo", "test", "--locked"], cargo),
         Stage("python", "pytest", [python, "-m", "pytest", f"--junitxml={report}"], junit(report)),
+        # After cargo's: its images hold the program that those have built.
+        Stage(
+            "cluster",
+            "end to end",
+            [python, "-m", "pytest", "-v", "-s", "tests/e2e", f"--junitxml={clustered}"],
+            junit(clustered),
+        ),
     ]
 
 
@@ -128,19 +147,27 @@ def run(stage: Stage) -> Count:
 def main() -> int:
     """Runs the stages asked for; the exit status is 1 if anything failed."""
     parser = argparse.ArgumentParser(description="everything that a merge is gated by")
-    parser.add_argument("--only", choices=["lint", "rust", "python"])
+    parser.add_argument("--only", choices=["lint", "rust", "python", "cluster"])
     only = parser.parse_args().only
     total = Count()
     failed = []
     with TemporaryDirectory() as folder:
-        for stage in stages(Path(folder) / "junit.xml"):
+        for stage in stages(Path(folder)):
             if only in (None, stage.group):
                 count = run(stage)
                 total.passed += count.passed
                 total.failed += count.failed
                 total.skipped += count.skipped
+                total.names += count.names
                 if count.failed:
                     failed.append(stage.name)
+    if only is None and os.environ.get("CI"):
+        known = [line for line in SKIPPED.read_text().splitlines() if line and not line.startswith("#")]
+        if sorted(known) != sorted(total.names):
+            print(f"the skipped tests are not those of {SKIPPED.relative_to(ROOT)}:")
+            print("".join(f"  {line}\n" for line in unified_diff(sorted(known), sorted(total.names), lineterm="", n=0)))
+            total.failed += 1
+            failed.append("skipped tests")
     if failed:
         print(f"failed stages: {', '.join(failed)}")
     print(f"{total.passed} passed, {total.failed} failed, {total.skipped} skipped")

@@ -1,0 +1,3 @@
+module kernelfleet.dev/tests/cluster/pause
+
+go 1.26

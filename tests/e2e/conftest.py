@@ -1,0 +1,188 @@
+"""A real cluster for the tests of this folder: brought up once, taken down at the end.
+
+Knows how the cluster is started and asked. Must not know what is tested. With ``KUBECONFIG`` set the tests run on that
+cluster instead, with the images and the chart that are there; a cluster that ``make cluster`` left up is used and kept.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BED = ROOT / "tests" / "cluster"
+HOME = ROOT / ".kernelfleet" / "cluster"
+# What up.sh and images.sh ask for, with the Debian package that brings it.
+NEEDED = {
+    "containerd": "containerd",
+    "runc": "runc",
+    "iptables": "iptables",
+    "ipset": "ipset",
+    "ip": "iproute2",
+    "openssl": "openssl",
+    "buildah": "buildah",
+    "mmdebstrap": "mmdebstrap",
+    "strip": "binutils",
+    "go": "golang (1.26.8 or later)",
+}
+
+
+class Refused(Exception):
+    """What the API server said instead of taking an object."""
+
+
+class Cluster:
+    """A cluster, asked through kubectl."""
+
+    def __init__(self, kubeconfig: Path, kubectl: str, own: bool) -> None:
+        self.kubeconfig = kubeconfig
+        self.program = kubectl
+        # Of this checkout's test bed, so that its nodes' processes and files can be reached.
+        self.own = own
+
+    def run(self, *words: str, stdin: str | None = None, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+        """A command of kubectl, whatever becomes of it."""
+        return subprocess.run(
+            [self.program, f"--kubeconfig={self.kubeconfig}", *words],
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+
+    def kubectl(self, *words: str, stdin: str | None = None, timeout: float = 120) -> str:
+        """What a command of kubectl prints; it has to succeed."""
+        done = self.run(*words, stdin=stdin, timeout=timeout)
+        if done.returncode != 0:
+            raise Refused(done.stderr.strip())
+        return done.stdout
+
+    def apply(self, *objects: dict[str, Any]) -> None:
+        """Applies objects; `Refused` with the server's words if it doesn't take one."""
+        self.kubectl("apply", "-f", "-", stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}))
+
+    def apply_dry(self, *objects: dict[str, Any]) -> None:
+        """As `apply`, through admission and no further."""
+        listed = json.dumps({"apiVersion": "v1", "kind": "List", "items": objects})
+        self.kubectl("apply", "--dry-run=server", "--validate=strict", "-f", "-", stdin=listed)
+
+    def get(self, *words: str) -> dict[str, Any]:
+        """An object, or a list of them, as JSON."""
+        found: dict[str, Any] = json.loads(self.kubectl("get", *words, "-o", "json"))
+        return found
+
+    def find(self, *words: str) -> dict[str, Any] | None:
+        """As `get`, or nothing where there is no such object."""
+        text = self.kubectl("get", *words, "-o", "json", "--ignore-not-found")
+        return json.loads(text) if text else None
+
+    def wait(self, what: str, seconds: float, ready: Callable[[], Any]) -> Any:
+        """What `ready` gives as soon as that is truthy; says what it waited for if it never is."""
+        end = time.monotonic() + seconds
+        while True:
+            found = ready()
+            if found:
+                return found
+            if time.monotonic() > end:
+                pytest.fail(f"waited {seconds:g} s in vain for {what}; last seen: {found!r}", pytrace=False)
+            time.sleep(0.2)
+
+    def namespace(self, name: str, **labels: str) -> str:
+        """A namespace that pods can be made in, enforcing `restricted` as an agent's does."""
+        enforce = {"pod-security.kubernetes.io/enforce": "restricted", **labels}
+        self.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": enforce}})
+        self.wait(
+            f"the default service account of {name}", 30, lambda: self.find("serviceaccount", "default", "-n", name)
+        )
+        return name
+
+
+def missing() -> str | None:
+    """Why this machine can't have a cluster."""
+    if os.getuid() != 0:
+        return "a cluster needs root"
+    packages = [package for program, package in NEEDED.items() if shutil.which(program) is None]
+    return f"a cluster needs these Debian packages: {' '.join(packages)}" if packages else None
+
+
+def program() -> Path:
+    """The program that the images get: the one named, else the newest that was built."""
+    named = os.environ.get("KERNELFLEET_PROGRAM")
+    if named:
+        return Path(named)
+    built = [p for p in (ROOT / "target/debug/kernelfleet", ROOT / "target/release/kernelfleet") if p.is_file()]
+    if not built:
+        pytest.fail("no program to make images of: make build", pytrace=False)
+    return max(built, key=lambda p: p.stat().st_mtime)
+
+
+def script(name: str, *words: str | Path) -> None:
+    """One of the test bed's scripts; its output is the test run's."""
+    subprocess.run([BED / name, *words], check=True, stdin=subprocess.DEVNULL)
+
+
+def traces() -> dict[str, set[str]]:
+    """What a cluster could leave on the machine, by kind."""
+
+    def lines(*command: str) -> set[str]:
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return {line for line in text.splitlines() if not line.startswith("#")}
+
+    commands = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            commands.append(entry.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+        except OSError:
+            continue
+    return {
+        "processes": {c for c in commands if f"{HOME}/bin/" in c or "/run/kernelfleet/node" in c},
+        "links": {line.split(": ")[1] for line in lines("ip", "-o", "link")},
+        "routes": lines("ip", "route"),
+        "network namespaces": lines("ip", "netns"),
+        "mounts": {line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()},
+        "filters": {line.split(" [")[0] for line in lines("iptables-save")},
+        "address sets": lines("ipset", "list", "-n"),
+        "cgroups": {str(p) for p in Path("/sys/fs/cgroup").glob("**/kernelfleet")},
+        "files": {p for p in ("/run/kernelfleet", "/var/lib/kubelet", str(HOME / "state")) if Path(p).exists()},
+    }
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """The cluster, without images."""
+    given = os.environ.get("KUBECONFIG")
+    if given:
+        yield Cluster(Path(given), shutil.which("kubectl") or str(HOME / "bin/kubectl"), own=False)
+        return
+    reason = missing()
+    if reason:
+        pytest.skip(reason)
+    script("build.sh")
+    kept = (HOME / "kubeconfig").is_file() or bool(os.environ.get("KERNELFLEET_KEEP_CLUSTER"))
+    before = traces()
+    script("up.sh", "1")
+    try:
+        yield Cluster(HOME / "kubeconfig", str(HOME / "bin/kubectl"), own=True)
+    finally:
+        if not kept:
+            script("down.sh")
+    if not kept:
+        left = {kind: found - before[kind] for kind, found in traces().items() if found - before[kind]}
+        # An error of this fixture is a failure of the run.
+        assert not left, f"down.sh left something: {left}"
+
+
+@pytest.fixture(scope="session")
+def images(cluster: Cluster) -> Cluster:
+    """The cluster with this checkout's images."""
+    if cluster.own:
+        script("images.sh", program())
+    return cluster
