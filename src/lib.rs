@@ -9,6 +9,7 @@ pub mod gateway;
 pub mod judge;
 pub mod local;
 pub mod plan;
+pub mod pod;
 pub mod sandbox;
 pub mod task;
 pub mod wire;

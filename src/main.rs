@@ -6,6 +6,7 @@ use std::process::ExitCode;
 use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
 use kernelfleet::judge::{self, runner};
 use kernelfleet::local::commands::{self, Failure, Output};
+use kernelfleet::pod;
 use kernelfleet::sandbox;
 use kernelfleet::task::init::Request;
 
@@ -48,6 +49,16 @@ enum Subcommands {
         #[command(flatten)]
         output: Format,
     },
+    /// In an agent pod: plays the episode that the pod is for
+    Agent(pod::arguments::Agent),
+    /// In an agent pod: lays the workspace's tools where nobody can write them
+    Seal(pod::arguments::Seal),
+    /// In an agent pod: keeps the sandbox that the agent's commands run in
+    Sandbox(pod::arguments::Sandbox),
+    /// In a gateway pod: one model endpoint for the agents of a namespace
+    Gateway(pod::arguments::Gateway),
+    /// In a judge pod: judges what the broker has for it
+    JudgeWorker(pod::arguments::JudgeWorker),
     /// Prints the definitions of the custom resources
     Crds {
         /// Writes them into this folder instead
@@ -291,18 +302,30 @@ fn main() -> ExitCode {
     if let Some(status) = inner_role() {
         return status;
     }
-    tracing_subscriber::fmt()
-        .with_env_filter(
-            tracing_subscriber::EnvFilter::try_from_env("KERNELFLEET_LOG").unwrap_or_else(|_| "warn".into()),
-        )
-        .with_writer(std::io::stderr)
-        .init();
-    match dispatch(Cli::parse().command) {
-        Ok(()) => ExitCode::SUCCESS,
+    let command = Cli::parse().command;
+    log(&command);
+    match dispatch(command) {
+        Ok(status) => ExitCode::from(status),
         Err(failure) => {
             eprintln!("kernelfleet: {failure}");
             ExitCode::from(failure.status())
         }
+    }
+}
+
+/// Logs to standard error: what a person at a terminal must see, and what a pod does.
+fn log(command: &Subcommands) {
+    let pod = matches!(
+        command,
+        Subcommands::Agent(_) | Subcommands::JudgeWorker(_) | Subcommands::Sandbox(_) | Subcommands::Gateway(_)
+    );
+    let usual = if pod { "info" } else { "warn" };
+    let filter = tracing_subscriber::EnvFilter::try_from_env("KERNELFLEET_LOG").unwrap_or_else(|_| usual.into());
+    let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    if std::env::var("KERNELFLEET_LOG_FORMAT").is_ok_and(|format| format == "json") {
+        builder.json().init();
+    } else {
+        builder.init();
     }
 }
 
@@ -329,8 +352,14 @@ fn inner_role() -> Option<ExitCode> {
     }
 }
 
-fn dispatch(command: Subcommands) -> Result<(), Failure> {
-    match command {
+/// Runs a subcommand; its exit status where it ended in order.
+fn dispatch(command: Subcommands) -> Result<u8, Failure> {
+    let done = match command {
+        Subcommands::Agent(agent) => return Ok(pod::run_agent(agent)),
+        Subcommands::Seal(seal) => pod::run_seal(&seal),
+        Subcommands::Sandbox(sandbox) => pod::run_sandbox(sandbox),
+        Subcommands::Gateway(gateway) => pod::run_gateway(gateway),
+        Subcommands::JudgeWorker(judge) => pod::run_judge(judge),
         Subcommands::Run(run) => commands::run(&commands::RunArguments {
             file: run.file,
             tasks: run.tasks,
@@ -377,7 +406,8 @@ fn dispatch(command: Subcommands) -> Result<(), Failure> {
         Subcommands::Replay { trajectory, full } => commands::replay(&trajectory, full),
         Subcommands::Doctor { output } => commands::doctor(output.get()),
         Subcommands::Crds { write } => commands::crds(write.as_deref()),
-    }
+    };
+    done.map(|()| 0)
 }
 
 fn judge_arguments(judge: Judge) -> commands::JudgeArguments {

@@ -73,7 +73,7 @@ impl Author for Endpoint {
     }
 
     fn key(&self) -> Option<Key> {
-        self.gateway.settings().key.clone()
+        self.gateway.key()
     }
 }
 

@@ -87,7 +87,7 @@ pub enum Error {
 pub struct Socket {
     pub listener: UnixListener,
     path: PathBuf,
-    _folder: tempfile::TempDir,
+    _folder: Option<tempfile::TempDir>,
 }
 
 impl Socket {
@@ -98,11 +98,25 @@ impl Socket {
     pub fn new() -> std::io::Result<Self> {
         use std::os::unix::fs::PermissionsExt;
         let folder = tempfile::Builder::new().prefix("kernelfleet-desk-").tempdir()?;
-        let path = folder.path().join("socket");
-        let listener = UnixListener::bind(&path)?;
+        let socket = Self::at(&folder.path().join("socket"))?;
         std::fs::set_permissions(folder.path(), std::fs::Permissions::from_mode(0o711))?;
-        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o666))?;
-        Ok(Self { listener, path, _folder: folder })
+        Ok(Self { _folder: Some(folder), ..socket })
+    }
+
+    /// Listens at a path that the sandbox, another container, was told of. What was there is removed.
+    ///
+    /// # Errors
+    /// When it can't be made there.
+    pub fn at(path: &Path) -> std::io::Result<Self> {
+        use std::os::unix::fs::PermissionsExt;
+        let failed = |e: std::io::Error| std::io::Error::new(e.kind(), format!("{}: {e}", path.display()));
+        match std::fs::remove_file(path) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(failed(error)),
+            _ => {}
+        }
+        let listener = UnixListener::bind(path).map_err(failed)?;
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o666)).map_err(failed)?;
+        Ok(Self { listener, path: path.to_owned(), _folder: None })
     }
 
     #[must_use]

@@ -16,6 +16,10 @@ const MODEL_NEW: &str = include_str!("../../agent-image/skill/model_new.py");
 pub const SYSTEM: &str = "You are an expert in writing fast kernels. You work alone in a workspace on one task, with tools; \
 nobody answers questions. Work until the task is done, then answer without a tool call.";
 
+/// The files that ask the desk, by their names in `utils/`.
+pub const UTILS: [(&str, &str); 3] =
+    [("compile.sh", COMPILE), ("verification.py", VERIFICATION), ("profiling.py", PROFILING)];
+
 /// The files of a workspace for a task.
 #[must_use]
 pub fn files(task: &TaskSource, device: Device) -> BTreeMap<String, Vec<u8>> {
@@ -23,18 +27,14 @@ pub fn files(task: &TaskSource, device: Device) -> BTreeMap<String, Vec<u8>> {
         Device::Cpu => "cpp",
         Device::Cuda => "cu",
     };
-    [
+    let own = [
         ("SKILL.md", SKILL.to_owned()),
         ("model.py", task.source.clone()),
         ("model_new.py", MODEL_NEW.replace("{suffix}", suffix)),
         ("kernels/.keep", String::new()),
-        ("utils/compile.sh", COMPILE.to_owned()),
-        ("utils/verification.py", VERIFICATION.to_owned()),
-        ("utils/profiling.py", PROFILING.to_owned()),
-    ]
-    .into_iter()
-    .map(|(name, text)| (name.to_owned(), text.into_bytes()))
-    .collect()
+    ];
+    let utils = UTILS.iter().map(|(name, text)| (format!("utils/{name}"), text.as_bytes().to_vec()));
+    own.into_iter().map(|(name, text)| (name.to_owned(), text.into_bytes())).chain(utils).collect()
 }
 
 /// What a task's job says that a prompt must.

@@ -9,12 +9,14 @@ pub mod completions;
 mod key;
 pub mod tokens;
 
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use reqwest::header::{HeaderMap, HeaderValue};
 use serde_json::Value;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use budget::{Budget, Failed, Limits, Tries};
 use chat::{Assembly, Dialect, Events, Reply, Unreadable};
@@ -27,6 +29,8 @@ pub struct Settings {
     /// Up to and with the version: `https://host/v1`.
     pub base_url: String,
     pub key: Option<Key>,
+    /// File with a key that changes, read again for each request; instead of `key`.
+    pub key_file: Option<PathBuf>,
     /// Whether answers come in pieces: then a server that hangs is noticed soon.
     pub stream: bool,
     /// Whether to ask for token ids.
@@ -48,6 +52,7 @@ impl Settings {
         Self {
             base_url: base_url.trim_end_matches('/').to_owned(),
             key: None,
+            key_file: None,
             stream: true,
             token_ids: false,
             limits: Limits::default(),
@@ -97,10 +102,48 @@ pub struct Gateway {
     runtime: tokio::runtime::Runtime,
     client: reqwest::Client,
     budget: Mutex<Budget>,
-    slots: tokio::sync::Semaphore,
+    slots: Arc<Semaphore>,
     /// `max_completion_tokens` instead of `max_tokens`: learned from the server's refusal.
     completion_tokens: AtomicBool,
     began: Instant,
+}
+
+/// One of the requests that may be under way at once.
+type Slot = Option<OwnedSemaphorePermit>;
+
+/// An answer that is handed on as it comes.
+#[derive(Debug)]
+pub struct Passing {
+    response: reqwest::Response,
+    gateway: Arc<Gateway>,
+    announced: u64,
+    until: Instant,
+    _slot: Slot,
+}
+
+impl Passing {
+    /// What it is, in the server's words.
+    #[must_use]
+    pub fn content_type(&self) -> Option<&HeaderValue> {
+        self.response.headers().get(reqwest::header::CONTENT_TYPE)
+    }
+
+    /// The next piece; `None` at its end.
+    ///
+    /// # Errors
+    /// When it breaks off: what came can't be taken back, so it is not tried again here.
+    pub async fn piece(&mut self) -> Result<Option<Vec<u8>>, Error> {
+        match self.gateway.piece(&mut self.response, self.until).await {
+            Ok(piece) => Ok(piece.map(|p| p.to_vec())),
+            Err(Attempt::Fatal(error)) => Err(error),
+            Err(Attempt::Retry(_, what, _)) => Err(Error::Unavailable { what, tries: 1 }),
+        }
+    }
+
+    /// What it took, once that is known.
+    pub fn used(&self, tokens: u64) {
+        self.gateway.budget().used(self.announced, tokens);
+    }
 }
 
 /// How one attempt failed.
@@ -159,7 +202,7 @@ impl Gateway {
             runtime,
             client,
             budget: Mutex::new(Budget::new(settings.limits.clone(), u64::from_le_bytes(seed))),
-            slots: tokio::sync::Semaphore::new(settings.limits.concurrency.clamp(1, 4096)),
+            slots: Arc::new(Semaphore::new(settings.limits.concurrency.clamp(1, 4096))),
             completion_tokens: AtomicBool::new(false),
             began: Instant::now(),
             settings,
@@ -171,10 +214,19 @@ impl Gateway {
         &self.settings
     }
 
+    /// The endpoint's key as it is now.
+    #[must_use]
+    pub fn key(&self) -> Option<Key> {
+        match &self.settings.key_file {
+            Some(file) => Key::from_file(file).ok(),
+            None => self.settings.key.clone(),
+        }
+    }
+
     /// A text without the endpoint's key.
     #[must_use]
     pub fn redact(&self, text: &str) -> String {
-        self.settings.key.as_ref().map_or_else(|| text.to_owned(), |k| k.redact(text))
+        self.key().map_or_else(|| text.to_owned(), |k| k.redact(text))
     }
 
     /// The next message of a conversation. Blocks until it is there, `until` has passed, or `stop` is set.
@@ -204,7 +256,8 @@ impl Gateway {
                 told,
                 prompt + 500,
                 |reply: &Reply| reply.usage.total(),
-                || async {
+                |slot| async {
+                    let _slot = slot;
                     let dialect = Dialect {
                         stream: self.settings.stream,
                         token_ids: self.settings.token_ids,
@@ -236,7 +289,8 @@ impl Gateway {
                 &|_| (),
                 announced,
                 |c: &Completion| c.usage.total(),
-                || async {
+                |slot| async {
+                    let _slot = slot;
                     let response = self.send("completions", &body).await?;
                     let (bytes, _) = self.whole(response).await?;
                     completions::read(&bytes, request.prompt.len()).map_err(|e| self.unreadable(&e))
@@ -244,6 +298,27 @@ impl Gateway {
             )
             .await
         }))
+    }
+
+    /// Sends a body as it is, within the limits of all, and gives the answer on from its first byte: for callers of another
+    /// process. `announced` is what it will take, about.
+    ///
+    /// # Errors
+    /// As `chat`.
+    pub async fn pass(self: &Arc<Self>, path: &str, body: &Value, announced: u64) -> Result<Answer<Passing>, Error> {
+        let last = Mutex::new(String::new());
+        self.tried(
+            &last,
+            &|_| (),
+            announced,
+            |_: &Passing| announced,
+            |slot| async {
+                let response = self.send(path, body).await?;
+                let until = Instant::now() + self.settings.attempt;
+                Ok(Passing { response, gateway: Arc::clone(self), announced, until, _slot: slot })
+            },
+        )
+        .await
     }
 
     /// Ends `work` with the deadline or the stop, whichever is first.
@@ -277,7 +352,7 @@ impl Gateway {
         told: &(dyn Fn(&str) + Sync),
         announced: u64,
         used: impl Fn(&T) -> u64,
-        attempt: impl Fn() -> F,
+        attempt: impl Fn(Slot) -> F,
     ) -> Result<Answer<T>, Error>
     where
         F: Future<Output = Result<T, Attempt>>,
@@ -286,7 +361,7 @@ impl Gateway {
         let mut tries = Tries::default();
         loop {
             // The slot is held while an answer comes and not while a retry is waited for.
-            let slot = self.slots.acquire().await;
+            let slot = Arc::clone(&self.slots).acquire_owned().await.ok();
             loop {
                 let leave = self.budget().admit(self.began.elapsed(), announced, tries.failed() > 0);
                 match leave {
@@ -294,8 +369,7 @@ impl Gateway {
                     Err(wait) => tokio::time::sleep(wait.min(Duration::from_secs(5))).await,
                 }
             }
-            let ended = attempt().await;
-            drop(slot);
+            let ended = attempt(slot).await;
             match ended {
                 Ok(reply) => {
                     self.budget().used(announced, used(&reply));
@@ -379,11 +453,15 @@ impl Gateway {
     async fn send(&self, path: &str, body: &Value) -> Result<reqwest::Response, Attempt> {
         let text = serde_json::to_vec(body)
             .map_err(|e| Attempt::Fatal(Error::Refused(format!("the request can't be written: {e}"))))?;
-        let request = self
+        let mut request = self
             .client
             .post(format!("{}/{path}", self.settings.base_url))
             .header(reqwest::header::CONTENT_TYPE, "application/json")
             .body(text);
+        if let Some(file) = &self.settings.key_file {
+            let key = Key::from_file(file).map_err(|why| Attempt::Retry(Failed::Trouble, why, None))?;
+            request = request.bearer_auth(key.reveal());
+        }
         let response = match tokio::time::timeout(self.settings.silence, request.send()).await {
             Ok(Ok(response)) => response,
             Ok(Err(error)) => return Err(self.broken(&error)),

@@ -16,6 +16,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::cache::digest;
+use super::leash::Leash;
 use super::{Device, Toolchain};
 use crate::plan::Module;
 use crate::sandbox::{self, Confinement, Limits, seccomp};
@@ -226,6 +227,7 @@ impl Builder {
         let mut child =
             command.spawn().map_err(|e| fault(&format!("the compiler {} can't be started", compiler.display()), &e))?;
         let pid = i32::try_from(child.id()).unwrap_or(0);
+        let mut member = Leash::join(pid, confinement.user.map(|u| u.0));
         let readers: Vec<_> = [
             child.stdout.take().map(|p| Box::new(p) as Box<dyn Read + Send>),
             child.stderr.take().map(|p| Box::new(p) as _),
@@ -251,6 +253,7 @@ impl Builder {
                 Err(error) => return Err(fault("the compiler can't be waited for", &error)),
             }
         };
+        member.leave();
         sandbox::kill_all(pid, confinement.user.map(|u| u.0));
         let _ = child.wait();
         let said: String = readers

@@ -8,6 +8,7 @@ pub mod cache;
 mod confinement;
 mod device;
 mod evaluate;
+pub mod leash;
 mod load;
 pub mod process;
 pub mod runner;
@@ -24,7 +25,9 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 pub use crate::plan::Device;
-pub use session::{Error, Judge, Session, Slice};
+pub use device::Facts;
+pub use leash::Leash;
+pub use session::{Arbiter, Error, Judge, Session, Slice};
 pub use toolchain::Toolchain;
 pub use verdict::Verdict;
 

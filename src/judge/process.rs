@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
+use super::leash::{Leash, Member};
 use super::wire::{self, Channel, Frame};
 pub use crate::sandbox::descriptor_three;
 use crate::sandbox::{self, Confinement};
@@ -159,6 +160,7 @@ impl Zygote {
             channel,
             pid,
             uid: confinement.user.map(|u| u.0),
+            member: Leash::join(pid, confinement.user.map(|u| u.0)),
             isolation: Vec::new(),
             scratch: None,
         };
@@ -182,6 +184,7 @@ pub struct Forked {
     channel: Channel,
     pub pid: i32,
     uid: Option<u32>,
+    member: Member,
     pub isolation: Vec<String>,
     /// Its working folder, removed after it.
     pub scratch: Option<tempfile::TempDir>,
@@ -209,6 +212,7 @@ impl Forked {
 
 impl Drop for Forked {
     fn drop(&mut self) {
+        self.member.leave();
         sandbox::kill_all(self.pid, self.uid);
     }
 }

@@ -13,6 +13,7 @@ use serde_json::{Value, json};
 use super::build::Builder;
 use super::cache::{BASELINE, Cache, digest};
 use super::confinement;
+use super::leash::Leash;
 use super::process::{self, Forked, Zygote, python_command};
 use super::turns::{self, Turns};
 use super::verdict::{LaunchEvidence, PROCEDURE, Reason};
@@ -46,6 +47,17 @@ pub struct Slice {
     changed: Condvar,
     turns: OnceLock<Turns>,
     told: Mutex<Option<turns::Told>>,
+    arbiter: Option<Arc<dyn Arbiter>>,
+    memory: Arc<Memory>,
+}
+
+/// Who grants exclusive use of a device that other processes share, instead of turns with them. It is asked on the thread
+/// that evaluates, when nobody else works here any more, so that what is granted is spent on measuring alone.
+pub trait Arbiter: Send + Sync + std::fmt::Debug {
+    /// Returns when the device is granted; false when it no longer matters, since the evaluation was ended.
+    fn acquire(&self) -> bool;
+    /// Gives it back.
+    fn release(&self);
 }
 
 impl std::fmt::Debug for Slice {
@@ -95,6 +107,18 @@ impl Slice {
         Arc::new(Self::default())
     }
 
+    /// One whose exclusive use is granted elsewhere too.
+    #[must_use]
+    pub fn under(arbiter: Arc<dyn Arbiter>) -> Arc<Self> {
+        Arc::new(Self { arbiter: Some(arbiter), ..Self::default() })
+    }
+
+    /// What is called when the device's memory is promised away and more is wanted: closes a task that is open without
+    /// being worked on, and says whether there was one. To be set once.
+    pub fn on_pressure(&self, relief: impl Fn() -> bool + Send + Sync + 'static) {
+        let _ = self.memory.relief.set(Relief(Box::new(relief)));
+    }
+
     /// Waits for other processes are told to `told`, and not logged.
     #[must_use]
     pub fn telling(told: impl Fn(&str) + Send + Sync + 'static) -> Arc<Self> {
@@ -103,7 +127,7 @@ impl Slice {
 
     /// From now on it takes turns with the slices of other processes on the same device.
     fn among_processes(&self, device: &device::Facts) {
-        if self.turns.get().is_some() {
+        if self.turns.get().is_some() || self.arbiter.is_some() {
             return;
         }
         let told = self.told.lock().unwrap_or_else(PoisonError::into_inner).take();
@@ -154,7 +178,10 @@ impl Slice {
             process::signal(pid, libc::SIGSTOP);
         }
         drop(users);
-        let alone = self.turns.get().is_none_or(Turns::hold);
+        let alone = match &self.arbiter {
+            Some(arbiter) => arbiter.acquire(),
+            None => self.turns.get().is_none_or(Turns::hold),
+        };
         Held { slice: self, exclusive: true, alone }
     }
 
@@ -192,6 +219,9 @@ impl Slice {
 
 impl Drop for Held<'_> {
     fn drop(&mut self) {
+        if let Some(arbiter) = self.slice.arbiter.as_ref().filter(|_| self.exclusive) {
+            arbiter.release();
+        }
         self.slice.turns.get().inspect(|turns| if self.exclusive { turns.release() } else { turns.leave() });
         let mut users = self.slice.users();
         if self.exclusive {
@@ -235,6 +265,15 @@ pub struct Judge {
 struct Memory {
     used: Mutex<u64>,
     freed: Condvar,
+    relief: OnceLock<Relief>,
+}
+
+struct Relief(Box<dyn Fn() -> bool + Send + Sync>);
+
+impl std::fmt::Debug for Relief {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Relief")
+    }
 }
 
 /// A promise of device memory; given back when dropped.
@@ -246,13 +285,22 @@ struct Reservation {
 
 impl Memory {
     /// Waits until `bytes` fit beside what is promised; `bytes` must not be over `most`.
-    fn reserve(self: &Arc<Self>, bytes: u64, most: u64) -> Reservation {
+    fn reserve(self: &Arc<Self>, bytes: u64, most: u64) -> Result<Reservation, Error> {
         let mut used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
         while *used + bytes > most && *used > 0 {
-            used = self.freed.wait(used).unwrap_or_else(PoisonError::into_inner);
+            if Leash::current().is_some_and(|leash| leash.is_over()) {
+                return Err(Error::Fault("ended while it waited for the card's memory".into()));
+            }
+            drop(used);
+            let relieved = self.relief.get().is_some_and(|relief| relief.0());
+            used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
+            if !relieved && *used + bytes > most {
+                let waited = self.freed.wait_timeout(used, Duration::from_secs(1));
+                used = waited.unwrap_or_else(PoisonError::into_inner).0;
+            }
         }
         *used += bytes;
-        Reservation { memory: Arc::clone(self), bytes }
+        Ok(Reservation { memory: Arc::clone(self), bytes })
     }
 }
 
@@ -399,6 +447,7 @@ impl Judge {
         let hosts = hosts.map_err(|_| Error::Fault("the thread that starts the hosts died".into()))?.map_err(fault)?;
         drop(turn);
         Ok(Arc::new(Self {
+            memory: Arc::clone(&slice.memory),
             builder: Builder::new(toolchain, &toolchain.cache.join("builds")),
             cache: Cache::new(&toolchain.cache),
             toolchain: toolchain.clone(),
@@ -406,7 +455,6 @@ impl Judge {
             slice,
             device,
             version: evaluate::remember::version(toolchain),
-            memory: Arc::default(),
             hosts: Mutex::new(hosts),
             recorders: Mutex::new(recorders.map_err(fault)?),
         }))
@@ -416,6 +464,12 @@ impl Judge {
     #[must_use]
     pub const fn device(&self) -> Device {
         self.options.device
+    }
+
+    /// What it is.
+    #[must_use]
+    pub const fn facts(&self) -> &device::Facts {
+        &self.device
     }
 
     pub(super) fn fork_recorder(&self) -> Result<Forked, process::Error> {
@@ -493,7 +547,7 @@ impl Judge {
                     ),
                 ));
             }
-            reserved = Some(self.memory.reserve(need.min(most), most));
+            reserved = Some(self.memory.reserve(need.min(most), most)?);
         }
         let _shared = self.slice.share();
         let described = host.ask(&self.open_request(&given, slots), &[], MINUTES).map_err(fail)?.body;
@@ -672,7 +726,9 @@ impl Session {
         let fixed = Arc::clone(&self.fixed);
         let (sender, receiver) = std::sync::mpsc::sync_channel(4);
         std::thread::scope(|scope| {
+            let leash = Leash::current();
             scope.spawn(move || {
+                let _entered = leash.as_ref().map(Leash::enter);
                 for candidate in candidates {
                     if sender.send(evaluate::ready(&fixed, candidate)).is_err() {
                         break;

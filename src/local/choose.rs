@@ -105,7 +105,7 @@ pub fn choose(
         return recorded(job, &all, device, environment);
     }
     Ok(Chosen {
-        policy: Box::new(Builtin::new(device, environment)),
+        policy: Box::new(Builtin::new(device)),
         identity: json!(job.spec.policy),
         about: "the built-in policy".into(),
         thinks: false,
@@ -211,6 +211,7 @@ fn episodes(job: &OptimizationJob, who: Who, device: Device, environment: &Envir
         hardware: hardware(device, environment),
         libraries: job.spec.judge.libraries.iter().map(|l| l.name().to_owned()).collect(),
         workspaces: workspaces(environment),
+        desk: None,
     }
 }
 

@@ -13,16 +13,15 @@ use serde::Serialize;
 use serde_json::{Value, json};
 
 use super::choose::{Chosen, PolicyArguments};
+use super::court::{Real, options, placed};
 use super::environment::{self, Environment};
 use super::progress::Progress;
-use super::run::{Bench, Court, Settings, Trouble};
+use super::run::{Settings, Trouble};
 use super::summary::summarise;
 use super::{candidate, choose, doctor, export, render, run};
 use crate::api::job::{self, OptimizationJob};
 use crate::api::manifest::{self, Manifest};
-use crate::judge::verdict::{LaunchEvidence, Reason};
 use crate::judge::{self, Candidate, Device, Effort, Judge, Options, Precision, Slice, TaskSource, Tolerance, Verdict};
-use crate::task::graph::Graph;
 use crate::task::{init, source, syntax};
 
 /// How a subcommand ended, when not well.
@@ -56,15 +55,6 @@ impl Failure {
     }
 }
 
-impl From<judge::Error> for Trouble {
-    fn from(error: judge::Error) -> Self {
-        match error {
-            judge::Error::Request { .. } => Self::Request(error.to_string()),
-            judge::Error::Fault(_) => Self::Fault(error.to_string()),
-        }
-    }
-}
-
 impl From<Trouble> for Failure {
     fn from(trouble: Trouble) -> Self {
         match trouble {
@@ -94,7 +84,8 @@ fn print<T: Serialize>(output: Output, value: &T, table: impl FnOnce() -> String
 }
 
 /// `auto` is the card if there is one.
-fn pick(device: Option<Device>) -> Device {
+#[must_use]
+pub fn pick(device: Option<Device>) -> Device {
     device.unwrap_or_else(|| if doctor::gpus().is_empty() { Device::Cpu } else { Device::Cuda })
 }
 
@@ -103,7 +94,11 @@ pub(super) fn slice() -> Arc<Slice> {
     Slice::telling(|text| eprintln!("{text}"))
 }
 
-fn ready(device: Device) -> Result<Environment, Failure> {
+/// What a judge of this device needs here.
+///
+/// # Errors
+/// When something is missing, with what to do.
+pub fn ready(device: Device) -> Result<Environment, Failure> {
     let environment = environment::discover().map_err(Failure::request)?;
     match device {
         Device::Cpu if environment.toolchain.cxx.is_none() => Err(Failure::Request(
@@ -241,74 +236,6 @@ fn refuse_by_syntax(task: &TaskSource, environment: &Environment) -> Result<(), 
         return Ok(());
     }
     Err(Failure::Request(refusals.iter().map(|r| placed(&task.path, r)).collect::<Vec<_>>().join("\n")))
-}
-
-fn placed(path: &Path, refusal: &syntax::Refusal) -> String {
-    match refusal.line {
-        Some(line) => format!("{}:{line}: {}", path.display(), refusal.message),
-        None => format!("{}: {}", path.display(), refusal.message),
-    }
-}
-
-/// A judge as `run` sees it.
-struct Real {
-    judge: Arc<Judge>,
-    modules: Vec<String>,
-}
-
-impl Court for Real {
-    fn open(&self, task: &TaskSource) -> Result<Box<dyn Bench + '_>, Trouble> {
-        let refusals = syntax::check(&task.source, Some(&self.modules));
-        if !refusals.is_empty() {
-            let text = refusals.iter().map(|r| placed(&task.path, r)).collect::<Vec<_>>().join("; ");
-            return Err(Trouble::Request(text));
-        }
-        Ok(Box::new(Open(self.judge.open(task)?)))
-    }
-}
-
-/// How long a run looks for what refuses a task; `task check` takes longer.
-const CHECK_SECONDS: f64 = 8.0;
-
-struct Open(judge::Session);
-
-impl Bench for Open {
-    fn check(&mut self) -> Result<Vec<String>, Trouble> {
-        let answer = self.0.check(CHECK_SECONDS)?;
-        tracing::debug!(phases = %answer["phases_seconds"], notes = %answer["notes"], "checked");
-        Ok(refusals(&answer))
-    }
-
-    fn trace(&mut self) -> Result<Graph, Trouble> {
-        Ok(self.0.trace()?)
-    }
-
-    fn properties(&self) -> Value {
-        self.0.properties().clone()
-    }
-
-    fn judge(
-        &mut self,
-        candidates: &[Candidate],
-        effort: Effort,
-        told: &mut dyn FnMut(usize, Verdict),
-    ) -> Result<(), Trouble> {
-        Ok(self.0.judge_batch(candidates, effort, told)?)
-    }
-
-    fn compile(&mut self, candidate: &Candidate) -> Result<Result<Vec<LaunchEvidence>, Reason>, Trouble> {
-        Ok(self.0.compile(candidate)?)
-    }
-
-    fn reference(&mut self) -> Result<Vec<LaunchEvidence>, Trouble> {
-        Ok(self.0.reference()?)
-    }
-}
-
-/// Sentences of the host's answer to `check`.
-fn refusals(answer: &Value) -> Vec<String> {
-    let list = answer["refusals"].as_array().into_iter().flatten();
-    list.map(|r| r["message"].as_str().or_else(|| r["code"].as_str()).unwrap_or("refused").to_owned()).collect()
 }
 
 /// Arguments of `kernelfleet run`.
@@ -454,7 +381,7 @@ fn one_job(
     }
     std::fs::create_dir_all(&folder)
         .map_err(|e| Failure::Request(format!("the results folder {} can't be made: {e}", folder.display())))?;
-    let options = options(job, device);
+    let options = options(&job.spec.judge, device);
     let device_word = match device {
         Device::Cpu => "cpu",
         Device::Cuda => "cuda",
@@ -470,6 +397,7 @@ fn one_job(
         most_attempts: usize::try_from(job.spec.agent.max_turns).unwrap_or(1),
         target: job.spec.target.clone(),
         workers: workers(job, chosen, device, environment.toolchain.threads),
+        until: None,
     };
     eprintln!(
         "{name}: {} tasks on the {device_word} device by {}, results in {} (Ctrl-C keeps what is done, the same command goes on)",
@@ -563,31 +491,10 @@ fn forget(folder: &Path) -> Result<(), Failure> {
     Ok(())
 }
 
-fn options(job: &OptimizationJob, device: Device) -> Options {
-    let judge = &job.spec.judge;
-    Options {
-        device,
-        precision: match judge.precision {
-            job::Precision::Reference => Precision::Reference,
-            job::Precision::Tf32 => Precision::Tf32,
-            job::Precision::Half => Precision::Half,
-        },
-        tolerance: match judge.tolerance {
-            job::Tolerance::Contract => Tolerance::Contract,
-            job::Tolerance::Kernelbench => Tolerance::Kernelbench,
-            job::Tolerance::CudaAgent => Tolerance::CudaAgent,
-        },
-        libraries: judge.libraries.iter().map(|l| l.name().to_owned()).collect(),
-        inputs: usize::try_from(judge.inputs).unwrap_or(5),
-        measure_seconds: None,
-        ..Options::default()
-    }
-}
-
 static STOP: AtomicBool = AtomicBool::new(false);
 
 /// The flag that Ctrl-C and SIGTERM set; a second one ends at once.
-fn interrupts() -> &'static AtomicBool {
+pub fn interrupts() -> &'static AtomicBool {
     extern "C" fn note(_: i32) {
         if STOP.swap(true, Ordering::Relaxed) {
             // SAFETY: `_exit` may be called in a signal handler.

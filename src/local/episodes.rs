@@ -3,7 +3,7 @@
 //! Knows how an episode's parts are put together on one machine. Must not know the loop, nor how anything is judged.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use super::run::{Halt, Judged, Policy, Trouble, Work};
@@ -39,6 +39,8 @@ pub struct Episodes {
     pub hardware: String,
     pub libraries: Vec<String>,
     pub workspaces: Workspaces,
+    /// Where the desk listens; in a folder of its own if nothing is said.
+    pub desk: Option<PathBuf>,
 }
 
 impl std::fmt::Debug for Episodes {
@@ -94,7 +96,11 @@ impl Episodes {
             say: &say,
         };
         say("beginning an episode");
-        let socket = Socket::new().map_err(|e| fault(&format!("no socket for the workspace's tools: {e}")))?;
+        let socket = self
+            .desk
+            .as_deref()
+            .map_or_else(Socket::new, Socket::at)
+            .map_err(|e| fault(&format!("no socket for the workspace's tools: {e}")))?;
         let mut workspace = (self.workspaces)(socket.path()).map_err(|e| fault(&e))?;
         let mut assessor = Attempts { work, trouble: None };
         let played = episode::play(&setting, author.as_mut(), workspace.as_mut(), &socket, &mut assessor);

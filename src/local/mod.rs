@@ -3,6 +3,7 @@
 pub mod candidate;
 pub mod choose;
 pub mod commands;
+pub mod court;
 pub mod doctor;
 pub mod environment;
 pub mod episodes;

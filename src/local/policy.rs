@@ -5,7 +5,6 @@
 
 use std::collections::BTreeMap;
 
-use super::environment::Environment;
 use super::run::{Episode, Halt, Policy, Work};
 use crate::agent::builtin::{Facts, Form, Variant, propose};
 use crate::judge::{Candidate, Device, Verdict};
@@ -25,11 +24,10 @@ pub struct Builtin {
 }
 
 impl Builtin {
-    /// For one device of this machine.
+    /// For a device, wherever it is: what is known of it is asked of the judge.
     #[must_use]
-    pub fn new(device: Device, environment: &Environment) -> Self {
-        let threads = i64::try_from(environment.toolchain.threads).unwrap_or(1);
-        Self { device, facts: Facts { threads, ..Facts::default() } }
+    pub fn new(device: Device) -> Self {
+        Self { device, facts: Facts::default() }
     }
 }
 
@@ -37,8 +35,12 @@ impl Policy for Builtin {
     fn work(&self, work: &mut Work<'_>) -> Result<(), Halt> {
         let graph = work.trace()?;
         let mut facts = self.facts.clone();
-        if let Some(count) = work.properties()["multi_processor_count"].as_i64() {
+        let properties = work.properties();
+        if let Some(count) = properties["multi_processor_count"].as_i64() {
             facts.multiprocessors = count;
+        }
+        if let Some(threads) = properties["threads"].as_i64() {
+            facts.threads = threads;
         }
         let proposal =
             propose(work.task, &graph, self.device, &facts).map_err(|declined| Halt::Declined(declined.to_string()))?;

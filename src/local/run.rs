@@ -126,6 +126,8 @@ pub struct Settings {
     pub target: Option<Target>,
     /// Tasks at once. One on the CPU device, where whoever else works is measured too.
     pub workers: usize,
+    /// When a sweep ends, whatever is left to try; the best is judged in full after it.
+    pub until: Option<Instant>,
 }
 
 /// A kept outcome: what a second start needs not do again.
@@ -176,6 +178,18 @@ pub fn run(
     // What failed beside others, for want of memory most of all, has the device to itself now.
     work(&alone, true);
     results.into_inner().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Works on one task, as `run` does on each: `None` when `stop` cut it off.
+pub fn single(
+    task: &TaskSource,
+    court: &dyn Court,
+    policy: &dyn Policy,
+    settings: &Settings,
+    progress: &Progress,
+    stop: &AtomicBool,
+) -> Option<Outcome> {
+    one(task, court, policy, settings, progress, stop, true)
 }
 
 /// The key under which an outcome stays valid.
@@ -370,6 +384,10 @@ impl Work<'_> {
         self.stop.load(Ordering::Relaxed)
     }
 
+    fn over(&self) -> bool {
+        self.stopped() || self.settings.until.is_some_and(|until| Instant::now() >= until)
+    }
+
     /// Whether the job's target is reached.
     #[must_use]
     pub const fn reached(&self) -> bool {
@@ -468,7 +486,7 @@ impl Work<'_> {
     /// # Errors
     /// As `attempt`.
     pub fn sweep(&mut self, episode: &mut dyn Episode) -> Result<(), Trouble> {
-        while self.attempts < self.settings.most_attempts && !self.reached && !self.stopped() {
+        while self.attempts < self.settings.most_attempts && !self.reached && !self.over() {
             let mut batch = episode.next();
             batch.truncate(self.settings.most_attempts - self.attempts);
             if batch.is_empty() {
@@ -477,7 +495,7 @@ impl Work<'_> {
             // On the CPU, and where a stop must be heeded soon, small steps; a card's judge overlaps within one.
             let step = if self.settings.workers > 1 { 8 } else { 1 };
             for first in (0..batch.len()).step_by(step) {
-                if self.stopped() || self.reached {
+                if self.over() || self.reached {
                     break;
                 }
                 let part = batch.get(first..batch.len().min(first + step)).unwrap_or_default();
@@ -648,7 +666,14 @@ mod tests {
     }
 
     fn settings(folder: &Path) -> Settings {
-        Settings { folder: folder.into(), identity: "a".into(), most_attempts: 200, target: None, workers: 1 }
+        Settings {
+            folder: folder.into(),
+            identity: "a".into(),
+            most_attempts: 200,
+            target: None,
+            workers: 1,
+            until: None,
+        }
     }
 
     fn go(tasks: &[&str], paper: &Paper, settings: &Settings) -> Vec<Option<Outcome>> {

@@ -79,6 +79,11 @@ pub struct Options {
     pub weak: bool,
     /// Where the sandbox's own folder is made; the system's folder for temporary files if absent.
     pub folder: Option<PathBuf>,
+    /// A workspace that is mounted: it is emptied and never removed. Without mount namespaces only.
+    pub workspace: Option<PathBuf>,
+    /// A folder that is the workspace's `utils` and that nobody can write: where there are no mount namespaces, one that
+    /// is mounted there already.
+    pub sealed: Option<PathBuf>,
 }
 
 impl Options {
@@ -94,6 +99,23 @@ impl Options {
             namespaces: true,
             weak: false,
             folder: None,
+            workspace: None,
+            sealed: None,
+        }
+    }
+
+    pub(super) fn settings(&self, folder: PathBuf) -> Settings {
+        Settings {
+            folder,
+            read: self.read.clone(),
+            path: self.path.clone(),
+            socket: self.socket.clone(),
+            env: self.env.clone(),
+            bounds: self.bounds.clone(),
+            namespaces: self.namespaces,
+            weak: self.weak,
+            workspace: self.workspace.clone(),
+            sealed: self.sealed.clone(),
         }
     }
 }
@@ -104,9 +126,10 @@ pub struct Sandbox {
     orders: Channel,
     episode: Channel,
     began: Began,
-    _keeper: Keeper,
+    /// None where somebody else has started it.
+    _keeper: Option<Keeper>,
     /// After the keeper: it is removed when nothing writes into it any more.
-    _folder: tempfile::TempDir,
+    _folder: Option<tempfile::TempDir>,
 }
 
 #[derive(Debug)]
@@ -164,24 +187,35 @@ impl Sandbox {
         let child = command.spawn().map_err(|e| failed(&format!("{} can't be started", options.program.display()), &e));
         drop(command);
         let mut keeper = Keeper(child?);
-        let settings = Settings {
-            folder: folder.path().to_owned(),
-            read: options.read.clone(),
-            path: options.path.clone(),
-            socket: options.socket.clone(),
-            env: options.env.clone(),
-            bounds: options.bounds.clone(),
-            namespaces: options.namespaces,
-            weak: options.weak,
-        };
+        let settings = options.settings(folder.path().to_owned());
         let mut orders = Channel::new(ours);
         match begin(&mut orders, &Order::Start(settings)) {
-            Ok((began, episode)) => Ok(Self { orders, episode, began, _keeper: keeper, _folder: folder }),
+            Ok((began, episode)) => Ok(Self { orders, episode, began, _keeper: Some(keeper), _folder: Some(folder) }),
             Err(error) => {
                 let _ = keeper.0.kill();
                 Err(error)
             }
         }
+    }
+
+    /// The sandbox that is kept behind a socket, another container's, with an empty workspace. Waits for the socket.
+    ///
+    /// # Errors
+    /// When nobody listens within `patience`, or the host allows no confinement that is worth the name.
+    pub fn connect(socket: &Path, patience: Duration) -> Result<Self, Error> {
+        let end = Instant::now() + patience;
+        let stream = loop {
+            match UnixStream::connect(socket) {
+                Ok(stream) => break stream,
+                Err(error) if Instant::now() >= end => {
+                    return Err(Error::Gone(format!("nobody keeps one at {}: {error}", socket.display())));
+                }
+                Err(_) => std::thread::sleep(Duration::from_millis(20)),
+            }
+        };
+        let mut orders = Channel::new(stream);
+        let (began, episode) = begin(&mut orders, &Order::Begin)?;
+        Ok(Self { orders, episode, began, _keeper: None, _folder: None })
     }
 
     /// The workspace as commands see it.
@@ -310,6 +344,9 @@ impl Workspace for Sandbox {
     fn reset(&mut self, template: &BTreeMap<String, Vec<u8>>) -> Result<(), Error> {
         (self.began, self.episode) = begin(&mut self.orders, &Order::Reset)?;
         for (path, bytes) in template {
+            if self.began.sealed && path.starts_with("utils/") {
+                continue;
+            }
             let request = Request::Write { path: path.clone(), executable: bytes.starts_with(b"#!") };
             self.ask_with::<()>(&request, bytes, PATIENCE)?;
         }

@@ -7,10 +7,12 @@ use std::fs;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::{PermissionsExt, chown};
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 use std::time::{Duration, Instant};
 
+use super::client::Options;
 use super::files::Files;
 use super::jobs::{Caps, Jobs, Program};
 use super::wire::{Began, Channel, Order, Settings};
@@ -80,13 +82,90 @@ pub fn main() -> std::process::ExitCode {
         libc::syscall(libc::SYS_close_range, 4u32, u32::MAX, 0u32);
         UnixStream::from(OwnedFd::from_raw_fd(3))
     };
-    serve(Channel::new(channel));
+    serve(Channel::new(channel), None);
     std::process::ExitCode::SUCCESS
 }
 
-fn serve(mut channel: Channel) {
+/// Set by SIGTERM, which also ends the channel that is served, by its number.
+static STOP: AtomicBool = AtomicBool::new(false);
+static SERVED: AtomicI32 = AtomicI32::new(-1);
+
+extern "C" fn stop(_: i32) {
+    STOP.store(true, Ordering::SeqCst);
+    let served = SERVED.load(Ordering::SeqCst);
+    if served >= 0 {
+        // SAFETY: `shutdown` may be called in a signal handler; the number is that of a socket until it is taken back.
+        unsafe { libc::shutdown(served, libc::SHUT_RDWR) };
+    }
+}
+
+/// Keeps a sandbox for whoever connects at `socket`, one after another, until SIGTERM: for an agent that is in another
+/// container. While an agent is served nobody else can connect, and while somebody can, nothing of an agent's runs. The
+/// process must have one thread.
+///
+/// # Errors
+/// When the socket can't be made.
+pub fn wait(socket: &Path, options: &Options) -> io::Result<()> {
+    let folder = options.folder.clone().unwrap_or_else(std::env::temp_dir);
+    let settings = options.settings(folder);
+    // SAFETY: plain numbers; the handler makes system calls and touches atomics alone.
+    unsafe {
+        libc::prctl(libc::PR_SET_DUMPABLE, 0, 0, 0, 0);
+        libc::prctl(libc::PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0);
+        libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
+        libc::umask(0o022);
+        for signal in [libc::SIGTERM, libc::SIGINT] {
+            libc::signal(signal, stop as *const () as libc::sighandler_t);
+        }
+        libc::signal(libc::SIGPIPE, libc::SIG_IGN);
+    }
+    while !STOP.load(Ordering::SeqCst) {
+        let Some(stream) = accept(socket)? else { break };
+        // Another descriptor of the same connection, so that its number is nobody else's until it is taken back.
+        let served = stream.try_clone()?;
+        SERVED.store(served.as_raw_fd(), Ordering::SeqCst);
+        if !STOP.load(Ordering::SeqCst) {
+            tracing::info!("an agent is here");
+            serve(Channel::new(stream), Some(settings.clone()));
+            tracing::info!("the agent is gone");
+        }
+        SERVED.store(-1, Ordering::SeqCst);
+        drop(served);
+    }
+    Ok(())
+}
+
+/// The next that connects; `None` when told to end.
+fn accept(socket: &Path) -> io::Result<Option<UnixStream>> {
+    let failed = |e: io::Error| io::Error::new(e.kind(), format!("{} can't be listened at: {e}", socket.display()));
+    if let Err(error) = fs::remove_file(socket)
+        && error.kind() != io::ErrorKind::NotFound
+    {
+        return Err(failed(error));
+    }
+    let listener = UnixListener::bind(socket).map_err(failed)?;
+    // The agent is another user.
+    fs::set_permissions(socket, fs::Permissions::from_mode(0o666)).map_err(failed)?;
+    let mut found = None;
+    while found.is_none() && !STOP.load(Ordering::SeqCst) {
+        let mut poll = libc::pollfd { fd: listener.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+        // SAFETY: `poll` is one valid pollfd for the length given.
+        if unsafe { libc::poll(&raw mut poll, 1, 1000) } > 0 {
+            found = Some(listener.accept().map_err(failed)?.0);
+        }
+    }
+    let _ = fs::remove_file(socket);
+    Ok(found)
+}
+
+fn serve(mut channel: Channel, chosen: Option<Settings>) {
     let Ok(first) = channel.receive::<Order>(None) else { return };
-    let Order::Start(settings) = first.body else { return };
+    let settings = match (first.body, chosen) {
+        (Order::Start(settings), None) => settings,
+        (Order::Begin, Some(settings)) => settings,
+        _ => return,
+    };
+    let own = settings.workspace.is_none();
     if let Err(error) = keep_capabilities(&KEPT) {
         let _ = channel.send(&Err::<Began, _>(note("the keeper's capabilities", &error)), &[], None);
         return;
@@ -111,7 +190,9 @@ fn serve(mut channel: Channel) {
             keeper.end();
             keeper.free();
             // The agent removes its folder itself, unless it is gone.
-            let _ = fs::remove_dir_all(&keeper.settings.folder);
+            if own {
+                let _ = fs::remove_dir_all(&keeper.settings.folder);
+            }
             return;
         }
         keeper.end();
@@ -167,7 +248,22 @@ impl Keeper {
     }
 
     fn workspace(&self) -> PathBuf {
-        if self.plain() { self.place("workspace") } else { root::WORKSPACE.into() }
+        match &self.settings.workspace {
+            _ if !self.plain() => root::WORKSPACE.into(),
+            Some(mounted) => mounted.clone(),
+            None => self.place("workspace"),
+        }
+    }
+
+    /// What commands may write in a folder of the host.
+    fn places(&self) -> [PathBuf; 3] {
+        [self.workspace(), self.place("home"), self.place("tmp")]
+    }
+
+    /// Whether the workspace's `utils` can't be written, whoever tries.
+    fn sealed(&self) -> bool {
+        let Some(sealed) = &self.settings.sealed else { return false };
+        !self.plain() || (*sealed == self.workspace().join(root::SEALED) && mounted_read_only(sealed))
     }
 
     /// Who lives in the sandbox.
@@ -179,8 +275,11 @@ impl Keeper {
     fn begin(&mut self) -> io::Result<(Began, OwnedFd)> {
         let who = self.who();
         if self.plain() {
-            for name in ["workspace", "home", "tmp"] {
-                let path = self.place(name);
+            for path in self.places() {
+                if self.settings.workspace.as_ref() == Some(&path) {
+                    empty(&path, self.sealed().then_some(root::SEALED))?;
+                    continue;
+                }
                 clear(&path)?;
                 fs::create_dir(&path)?;
                 fs::set_permissions(&path, fs::Permissions::from_mode(0o700))?;
@@ -217,13 +316,22 @@ impl Keeper {
             .map_err(|e| io::Error::other(note("the episode's server ended before it was ready", &e)))?;
         frame.body.map_err(io::Error::other)?;
         self.files = frame.fd;
-        Ok((Began { workspace: self.workspace(), isolation: self.holds(), notes: self.notes.clone() }, ours.into()))
+        let began = Began {
+            workspace: self.workspace(),
+            isolation: self.holds(),
+            notes: self.notes.clone(),
+            sealed: self.sealed(),
+        };
+        Ok((began, ours.into()))
     }
 
     /// The episode's process: confines itself, says that it is ready, serves.
     fn child(&self, channel: OwnedFd, ready: OwnedFd, who: (u32, u32)) -> io::Result<()> {
         // SAFETY: plain descriptors; those below 5 are named by nobody else in this process from here on.
         let (ready, channel) = unsafe {
+            for signal in [libc::SIGTERM, libc::SIGINT] {
+                libc::signal(signal, libc::SIG_DFL);
+            }
             let high = libc::fcntl(ready.as_raw_fd(), libc::F_DUPFD_CLOEXEC, 10);
             if high < 0 || libc::dup3(channel.as_raw_fd(), 3, libc::O_CLOEXEC) != 3 {
                 return Err(io::Error::last_os_error());
@@ -248,8 +356,7 @@ impl Keeper {
         });
         match begun {
             Ok((program, hold, files)) => {
-                let watched =
-                    if self.plain() { ["workspace", "home", "tmp"].map(|n| self.place(n)).to_vec() } else { vec![] };
+                let watched = if self.plain() { self.places().to_vec() } else { vec![] };
                 let jobs = Jobs::new(program, self.caps(), watched);
                 ready.send(&Ok::<(), String>(()), &[], hold.as_ref().map(AsFd::as_fd))?;
                 drop((ready, hold));
@@ -290,7 +397,7 @@ impl Keeper {
         let plain = self.plain();
         let mut hold = None;
         if plain {
-            write = ["workspace", "home", "tmp"].map(|n| self.place(n)).to_vec();
+            write = self.places().to_vec();
             (home, temp) = (self.place("home"), self.place("tmp"));
             socket = self.settings.socket.clone();
             write.extend(root::DEVICES.map(PathBuf::from));
@@ -431,9 +538,12 @@ impl Keeper {
     /// Moves an episode's folders to where its user can't follow.
     fn set_aside(&mut self) {
         let old = self.place("old");
-        for name in ["workspace", "home", "tmp"] {
-            let path = self.place(name);
-            let aside = old.join(name);
+        for path in self.places() {
+            // What is mounted stays where it is, and is emptied before the next episode.
+            if self.settings.workspace.as_ref() == Some(&path) {
+                continue;
+            }
+            let aside = old.join(path.file_name().unwrap_or_default());
             let moved = fs::create_dir_all(&old)
                 .and_then(|()| fs::set_permissions(&old, fs::Permissions::from_mode(0o700)))
                 .and_then(|()| fs::rename(&path, &aside));
@@ -501,6 +611,23 @@ fn clear(path: &Path) -> io::Result<()> {
         fs::remove_dir(&folder)?;
     }
     Ok(())
+}
+
+/// Removes all that a folder holds, beside the entry `kept`.
+fn empty(folder: &Path, kept: Option<&str>) -> io::Result<()> {
+    for entry in fs::read_dir(folder)? {
+        let entry = entry?;
+        if kept.is_some_and(|kept| entry.file_name() == kept) {
+            continue;
+        }
+        if entry.file_type()?.is_dir() { clear(&entry.path())? } else { fs::remove_file(entry.path())? }
+    }
+    Ok(())
+}
+
+/// Whether a folder is a file system of its own, or a part of one, that can't be written.
+fn mounted_read_only(folder: &Path) -> bool {
+    nix::sys::statvfs::statvfs(folder).is_ok_and(|s| s.flags().contains(nix::sys::statvfs::FsFlags::ST_RDONLY))
 }
 
 /// Removes what a user of ours left in a folder of the host.

@@ -16,6 +16,8 @@ use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use super::wire::Settings;
 
 pub const WORKSPACE: &str = "/workspace";
+/// The folder of a workspace whose files ask the desk.
+pub const SEALED: &str = "utils";
 pub const HOME: &str = "/home/agent";
 pub const SOCKET: &str = "/run/kernelfleet.sock";
 /// Folders that can be written, with their modes.
@@ -74,6 +76,11 @@ pub fn enter(settings: &Settings, user: (u32, u32)) -> io::Result<OwnedFd> {
         fs::set_permissions(&folder, fs::Permissions::from_mode(mode))?;
         chown(&folder, Some(user.0), Some(user.1))?;
         bind(&folder, &inside(path))?;
+    }
+    if let Some(sealed) = &settings.sealed {
+        let target = inside(WORKSPACE).join(SEALED);
+        bind(sealed, &target)?;
+        at("to protect", &target, protect(&target))?;
     }
     let hold = fs::OpenOptions::new().read(true).custom_flags(libc::O_PATH).open(&disk)?.into();
     at("to unmount", &disk, umount2(&disk, MntFlags::MNT_DETACH))?;

@@ -34,12 +34,20 @@ pub struct Settings {
     pub bounds: Bounds,
     pub namespaces: bool,
     pub weak: bool,
+    /// A workspace that is emptied and never removed: it is mounted.
+    #[serde(default)]
+    pub workspace: Option<PathBuf>,
+    /// A folder that is shown as the workspace's `utils`, and that nobody can write.
+    #[serde(default)]
+    pub sealed: Option<PathBuf>,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(tag = "op", rename_all = "kebab-case")]
 pub enum Order {
     Start(Settings),
+    /// Instead of the above, where whoever keeps the sandbox has chosen its settings.
+    Begin,
     /// Ends what runs and begins anew.
     Reset,
 }
@@ -51,6 +59,9 @@ pub struct Began {
     pub workspace: PathBuf,
     pub isolation: Vec<String>,
     pub notes: Vec<String>,
+    /// The workspace's `utils` are there already and can't be written.
+    #[serde(default)]
+    pub sealed: bool,
 }
 
 #[derive(Debug, Serialize, Deserialize)]

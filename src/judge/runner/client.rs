@@ -22,6 +22,7 @@ use super::{
     Arithmetic, BUFFERS_PER_FRAME, CPU_COMMAND, CUDA_COMMAND, Fault, Item, LaunchInfo, NodeTime, NullSamples,
     REFUSED_CALLS, Sample, output_buffers,
 };
+use crate::judge::leash::{Leash, Member};
 use crate::judge::process;
 use crate::judge::wire::{Channel, Error as WireError, Frame};
 use crate::plan::{BufferKind, Device, Plan};
@@ -127,6 +128,7 @@ pub struct Loaded {
 pub struct Runner {
     channel: Channel,
     child: Child,
+    member: Member,
     device: Device,
     stopped: bool,
     over: bool,
@@ -156,7 +158,8 @@ impl Runner {
         let child = command.spawn().map_err(|e| io(&format!("starting {} as a runner", program.display()), e))?;
         // The command owns the child's end: while it lived, the end of the child would not close the socket.
         drop(command);
-        Ok(Self { channel, child, device, stopped: false, over: false, id: 0, refused: Vec::new() })
+        let member = Leash::join(i32::try_from(child.id()).unwrap_or(0), None);
+        Ok(Self { channel, child, member, device, stopped: false, over: false, id: 0, refused: Vec::new() })
     }
 
     /// Process id.
@@ -391,6 +394,7 @@ impl Runner {
             return;
         }
         self.over = true;
+        self.member.leave();
         if let Ok(pid) = libc::pid_t::try_from(self.child.id()) {
             // SAFETY: signals a process group by number. The child isn't reaped yet, so that its number can't
             // have been given to another; where it leads no group the call fails without effect.
@@ -439,6 +443,7 @@ impl Runner {
             match self.child.try_wait() {
                 Ok(Some(status)) => {
                     self.over = true;
+                    self.member.leave();
                     return Error::Crashed { op: op.into(), signal: status.signal(), code: status.code() };
                 }
                 Ok(None) => std::thread::sleep(Duration::from_millis(1)),
