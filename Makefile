@@ -20,6 +20,7 @@ build: ## target/release/kernelfleet
 	cargo build --release --locked
 
 test: env-dev ## everything that a merge is gated by; ends with the counts
+	@tests/cluster/packages.sh
 	@$(PYTHON) tests/all.py
 
 fmt: env-dev ## formats Rust and Python

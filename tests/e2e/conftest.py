@@ -110,7 +110,14 @@ def missing() -> str | None:
     if os.getuid() != 0:
         return "a cluster needs root"
     packages = [package for program, package in NEEDED.items() if shutil.which(program) is None]
-    return f"a cluster needs these Debian packages: {' '.join(packages)}" if packages else None
+    if packages:
+        return f"a cluster needs these Debian packages: {' '.join(packages)}"
+    bridge = "mount -t tmpfs none /mnt && ip link add kfprobe type bridge && ip link del kfprobe"
+    probe = subprocess.run(["unshare", "--net", "--mount", "sh", "-c", bridge], capture_output=True, text=True)
+    refusal = probe.stderr.strip()
+    return (
+        f"a cluster needs network and mount namespaces, and this machine says: {refusal}" if probe.returncode else None
+    )
 
 
 def program() -> Path:
