@@ -84,13 +84,31 @@ const PATIENCE: Duration = Duration::from_millis(500);
 pub struct Held<'a> {
     slice: &'a Slice,
     exclusive: bool,
-    alone: bool,
+    turn: Turn,
+}
+
+/// What a slice holds among the processes of the machine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Turn {
+    Shared,
+    Alone,
+    /// As `Alone`, but another process did not end in time and works beside it.
+    Beside,
 }
 
 impl Held<'_> {
-    /// Whether no other process works on the device meanwhile, as far as those are known that take turns.
-    pub(super) const fn alone(&self) -> bool {
-        self.alone
+    /// Waits until no other process works on the device either. `false` where one did not end.
+    pub(super) fn alone(&mut self) -> bool {
+        if self.turn == Turn::Shared {
+            self.turn = match self.slice.turns.get() {
+                None => Turn::Alone,
+                Some(turns) => {
+                    turns.leave();
+                    if turns.hold() { Turn::Alone } else { Turn::Beside }
+                }
+            };
+        }
+        self.turn == Turn::Alone
     }
 }
 
@@ -161,10 +179,11 @@ impl Slice {
         users.sharing += 1;
         drop(users);
         self.turns.get().inspect(|turns| turns.share());
-        Held { slice: self, exclusive: false, alone: false }
+        Held { slice: self, exclusive: false, turn: Turn::Shared }
     }
 
-    /// Waits until nobody else uses the device; then what is `pausable` is stopped.
+    /// Waits until nobody else of this process uses the device; then what is `pausable` is stopped. Other processes
+    /// share it until `Held::alone`.
     pub fn hold(&self) -> Held<'_> {
         let mut users = self.users();
         let (since, count) = users.waiting.unwrap_or_else(|| (Instant::now(), 0));
@@ -178,11 +197,15 @@ impl Slice {
             process::signal(pid, libc::SIGSTOP);
         }
         drop(users);
-        let alone = match &self.arbiter {
-            Some(arbiter) => arbiter.acquire(),
-            None => self.turns.get().is_none_or(Turns::hold),
+        let turn = match &self.arbiter {
+            Some(arbiter) if arbiter.acquire() => Turn::Alone,
+            Some(_) => Turn::Beside,
+            None => {
+                self.turns.get().inspect(|turns| turns.share());
+                Turn::Shared
+            }
         };
-        Held { slice: self, exclusive: true, alone }
+        Held { slice: self, exclusive: true, turn }
     }
 
     /// Lets `pid` use the device beside everybody but measurements, for which it is stopped. What it had put on the
@@ -222,7 +245,7 @@ impl Drop for Held<'_> {
         if let Some(arbiter) = self.slice.arbiter.as_ref().filter(|_| self.exclusive) {
             arbiter.release();
         }
-        self.slice.turns.get().inspect(|turns| if self.exclusive { turns.release() } else { turns.leave() });
+        self.slice.turns.get().inspect(|turns| if self.turn == Turn::Shared { turns.leave() } else { turns.release() });
         let mut users = self.slice.users();
         if self.exclusive {
             users.exclusive = false;
@@ -682,7 +705,8 @@ impl Session {
     pub fn reference(&mut self) -> Result<Vec<LaunchEvidence>, Error> {
         self.prepare()?;
         let judge = Arc::clone(&self.fixed.judge);
-        let _held = judge.slice.hold();
+        let mut held = judge.slice.hold();
+        held.alone();
         let fail = |e| task_error(&self.fixed.task, e);
         let draw =
             json!({"op": "draw", "slot": 0, "seed": secret_seed()?, "transform": {"kind": "none", "factor": 1.0}});

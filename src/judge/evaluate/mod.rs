@@ -280,17 +280,18 @@ fn steps(
             evidence.time("compile", |_| measure::prepare_compile(session))?;
         }
         held = evidence.time("wait", |_| judge.slice.hold());
+    }
+    // From here on other processes wait too: on the CPU only now, so that what is wrong is found beside their work.
+    if (cpu || effort == Effort::Final) && !evidence.time("wait", |_| held.alone()) {
+        evidence.shared("another kernelfleet did not give the device free for a long time and worked meanwhile");
+    }
+    if !cpu && effort == Effort::Final {
         evidence.time("wait", |e| measure::settle(&mut run, e))?;
     }
     let start = Instant::now();
     // A screening doesn't hold the device, so it stops the next runner itself.
     if let Some(spare) = session.spare.as_ref().filter(|_| effort == Effort::Screen) {
         spare.freeze();
-    }
-    if !held.alone() && (cpu || effort == Effort::Final) {
-        evidence.shared(
-            "another kernelfleet did not give the device free for a long time and worked beside this measurement",
-        );
     }
     let measured = evidence.time("measure", |e| measure::measure(session, &mut run, &budget, e));
     if let Some(spare) = session.spare.as_ref().filter(|_| effort == Effort::Screen) {
