@@ -10,13 +10,22 @@ use kernelfleet::pod;
 use kernelfleet::sandbox;
 use kernelfleet::task::init::Request;
 
-/// Language-model agents write CUDA kernels; every attempt is measured honestly.
+/// A PyTorch module in, a verified faster kernel out. A language model, or the optimiser that is built in, writes CUDA or
+/// C++ kernels; every attempt is judged: is it correct, and how much faster than eager PyTorch and torch.compile?
 #[derive(Parser)]
-#[command(version, about, arg_required_else_help = true)]
+#[command(version, about, arg_required_else_help = true, verbatim_doc_comment, after_help = FIRST)]
 struct Cli {
     #[command(subcommand)]
     command: Subcommands,
 }
+
+/// What somebody types who has typed nothing yet.
+const FIRST: &str = "\
+The first three:
+  kernelfleet doctor                        what this machine has and what it lacks
+  kernelfleet run examples/demo.yaml        kernels for eight PyTorch forms, with a table and a folder of results
+  kernelfleet task init --module torch.nn.GELU --shape 4096,4096 -o gelu.py
+                                            a task of your own; then: kernelfleet run examples/files.yaml --tasks gelu.py";
 
 #[derive(Subcommand)]
 enum Subcommands {
@@ -29,7 +38,7 @@ enum Subcommands {
     Task(Task),
     /// Writes a judged kernel as a Python package that needs PyTorch alone
     Export {
-        /// Results of a task: results/<job>/<task>
+        /// Results of a task: results/<job>/<task>, or what `judge --keep` wrote
         #[arg(long, value_name = "DIR")]
         result: PathBuf,
         /// Folder of the package; its name is the package's
@@ -38,7 +47,7 @@ enum Subcommands {
     },
     /// Shows a recorded episode, turn by turn
     Replay {
-        /// results/<job>/<task>/trajectory.jsonl
+        /// results/<job>/<task>/trajectory.jsonl, or its folder
         trajectory: PathBuf,
         /// Shows results and answers in full
         #[arg(long)]
@@ -211,6 +220,9 @@ struct Judge {
     /// Share of remembered verdicts that are judged anew all the same and compared, 0 to 1
     #[arg(long, value_name = "SHARE", default_value_t = judge::JUDGED_ANEW, value_parser = share, conflicts_with = "no_cache")]
     recheck: f64,
+    /// Keeps task, candidate and verdict in this folder, as `export --result` takes them; of a batch, a folder each in it
+    #[arg(long, value_name = "DIR")]
+    keep: Option<PathBuf>,
     #[command(flatten)]
     output: Format,
 }
@@ -438,6 +450,7 @@ fn judge_arguments(judge: Judge) -> commands::JudgeArguments {
         inputs: usize::from(judge.inputs),
         no_cache: judge.no_cache,
         recheck: judge.recheck,
+        keep: judge.keep,
         output: judge.output.get(),
     }
 }

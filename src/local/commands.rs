@@ -13,7 +13,7 @@ use serde::Serialize;
 use serde_json::{Value, json};
 
 use super::choose::{Chosen, PolicyArguments};
-use super::court::{Real, options, placed};
+use super::court::{Real, Unstarted, options, placed};
 use super::environment::{self, Environment};
 use super::progress::Progress;
 use super::run::{Settings, Trouble};
@@ -156,6 +156,8 @@ pub struct JudgeArguments {
     pub no_cache: bool,
     /// Share of remembered verdicts that are judged anew and compared.
     pub recheck: f64,
+    /// Folder that task, candidate and verdict are kept in, as `export` takes them.
+    pub keep: Option<PathBuf>,
     pub output: Output,
 }
 
@@ -180,6 +182,7 @@ pub fn judge(arguments: &JudgeArguments) -> Result<(), Failure> {
         (None, Some(folder)) => candidate::read_batch(folder).map_err(Failure::request)?,
         _ => return Err(Failure::Request("one of --candidate DIR and --batch DIR says what is judged".into())),
     };
+    let kept = keep_folders(arguments, &candidates)?;
     let device = pick(arguments.device);
     let environment = ready(device)?;
     refuse_by_syntax(&task, &environment)?;
@@ -194,6 +197,15 @@ pub fn judge(arguments: &JudgeArguments) -> Result<(), Failure> {
         ..Options::default()
     };
     let verdicts = judge_candidates(&environment, options, &task, &candidates)?;
+    for (folder, ((_, candidate), (_, verdict))) in kept.iter().zip(candidates.iter().zip(&verdicts)) {
+        run::keep_judged(folder, &task, candidate, verdict)
+            .map_err(|e| Failure::Fault(format!("the result can't be kept in {}: {e}", folder.display())))?;
+        if verdict.correct {
+            eprintln!("kept in {0}; next: kernelfleet export --result {0} -o PACKAGE", folder.display());
+        } else {
+            eprintln!("kept in {}; only a correct candidate can be exported", folder.display());
+        }
+    }
     match (&arguments.batch, verdicts.first()) {
         (None, Some((_, verdict))) => print(arguments.output, verdict, || render::verdict(&task.name, verdict)),
         _ => {
@@ -202,6 +214,27 @@ pub fn judge(arguments: &JudgeArguments) -> Result<(), Failure> {
             print(arguments.output, &value, || render::batch(&task.name, &verdicts))
         }
     }
+}
+
+/// Where each candidate is kept, if it is: nothing that isn't such a result is overwritten.
+fn keep_folders(arguments: &JudgeArguments, candidates: &[(String, Candidate)]) -> Result<Vec<PathBuf>, Failure> {
+    let Some(keep) = &arguments.keep else { return Ok(Vec::new()) };
+    let folders: Vec<PathBuf> = match &arguments.batch {
+        Some(_) => candidates.iter().map(|(name, _)| keep.join(name)).collect(),
+        None => vec![keep.clone()],
+    };
+    for folder in &folders {
+        let there = |name: &str| folder.join(name).exists();
+        if !there("verdict.json") && (there("best") || there("task.py")) {
+            return Err(Failure::Request(format!(
+                "--keep: {} holds something else than a kept result; name a new folder",
+                folder.display()
+            )));
+        }
+        std::fs::create_dir_all(folder)
+            .map_err(|e| Failure::Request(format!("--keep: {} can't be made: {e}", folder.display())))?;
+    }
+    Ok(folders)
 }
 
 /// The call into the judge: one task, candidates in order, each in full.
@@ -409,11 +442,19 @@ fn one_job(
     let progress = Arc::new(Progress::new(tasks.len()));
     let told = Arc::clone(&progress);
     let slice = Slice::telling(move |text| told.note(text));
-    let judge = Judge::start(&environment.toolchain, options, slice).map_err(|e| Failure::from(Trouble::from(e)))?;
-    if tasks.len() > 2 || device == Device::Cpu {
-        judge.warm();
-    }
-    let court = Real { judge, modules: environment.python.modules.clone() };
+    // Where every task is done, or refused by its syntax, nothing needs to be started.
+    let modules = &environment.python.modules;
+    let wanted = run::pending(tasks, &settings).into_iter().any(|t| syntax::check(&t.source, Some(modules)).is_empty());
+    let court: Box<dyn run::Court> = if wanted {
+        let judge =
+            Judge::start(&environment.toolchain, options, slice).map_err(|e| Failure::from(Trouble::from(e)))?;
+        if tasks.len() > 2 || device == Device::Cpu {
+            judge.warm();
+        }
+        Box::new(Real { judge, modules: modules.clone() })
+    } else {
+        Box::new(Unstarted { modules: modules.clone() })
+    };
     let finished = AtomicBool::new(false);
     let outcomes = std::thread::scope(|scope| {
         // A judgement may take a minute; who interrupts does not want to wait for its end. Without its processes
@@ -441,7 +482,7 @@ fn one_job(
                 std::process::exit(i32::from(Failure::Interrupted.status()));
             }
         });
-        let outcomes = run::run(tasks, &court, chosen.policy.as_ref(), &settings, &progress, stop);
+        let outcomes = run::run(tasks, court.as_ref(), chosen.policy.as_ref(), &settings, &progress, stop);
         finished.store(true, Ordering::Relaxed);
         outcomes
     });
@@ -552,10 +593,15 @@ struct Checked {
 /// # Errors
 /// `Request` when a task is refused or can't be read, `Fault` when the judge failed.
 pub fn check(arguments: &CheckArguments) -> Result<(), Failure> {
-    let tasks = source::find(&arguments.paths, arguments.root.as_deref()).map_err(Failure::request)?;
+    let tasks = source::find_each(&arguments.paths, arguments.root.as_deref());
     let environment = environment::discover();
     let device = pick(arguments.device);
-    let judge = if arguments.r#static {
+    let modules = environment.as_ref().ok().map(|e| e.python.modules.as_slice());
+    // What only has flaws that need no process to be seen is told without starting any.
+    let sound = |t: &Result<source::Found, source::Error>| {
+        t.as_ref().is_ok_and(|t| syntax::check(&t.source, modules).is_empty())
+    };
+    let judge = if arguments.r#static || !tasks.iter().any(sound) {
         None
     } else {
         let environment = environment.as_ref().map_err(Failure::request)?;
@@ -563,10 +609,24 @@ pub fn check(arguments: &CheckArguments) -> Result<(), Failure> {
         let judge = Judge::start(&environment.toolchain, options, slice());
         Some(judge.map_err(|e| Failure::from(Trouble::from(e)))?)
     };
-    let modules = environment.as_ref().ok().map(|e| e.python.modules.as_slice());
     let mut checked = Vec::new();
     let mut faults = Vec::new();
     for task in tasks {
+        let task = match task {
+            Ok(task) => task,
+            Err(error) => {
+                let path = error.path().to_path_buf();
+                let message = error.problem();
+                checked.push(Checked {
+                    task: path.file_stem().unwrap_or_default().to_string_lossy().into_owned(),
+                    path,
+                    accepted: false,
+                    refusals: vec![syntax::Refusal { code: "unreadable".into(), message, line: None }],
+                    facts: None,
+                });
+                continue;
+            }
+        };
         let mut line = Checked {
             refusals: syntax::check(&task.source, modules),
             task: task.name.clone(),
@@ -803,8 +863,31 @@ pub fn export(result: &Path, package: &Path) -> Result<(), Failure> {
 /// `Request` when the file is no trajectory.
 pub fn replay(path: &Path, full: bool) -> Result<(), Failure> {
     use std::io::Write;
+    let path = &episode(path)?;
     let lines = crate::agent::trajectory::read(path).map_err(Failure::request)?;
     // Somebody who reads only the first turns (`| head`) is no failure.
     let _ = write!(std::io::stdout().lock(), "{}", super::story::story(&lines, full));
     Ok(())
+}
+
+/// The trajectory that a path means: a file, or the only one of a folder of results.
+fn episode(path: &Path) -> Result<PathBuf, Failure> {
+    if !path.is_dir() {
+        return Ok(path.to_path_buf());
+    }
+    let mut folders = vec![path.to_path_buf()];
+    folders.extend(std::fs::read_dir(path).map_err(Failure::request)?.filter_map(|e| Some(e.ok()?.path())));
+    folders.sort();
+    let found: Vec<PathBuf> = folders.iter().map(|f| f.join("trajectory.jsonl")).filter(|f| f.is_file()).collect();
+    match found.as_slice() {
+        [one] => Ok(one.clone()),
+        [] => Err(Failure::Request(format!(
+            "{} holds no trajectory.jsonl; a run records one a task where a model writes the kernels (--endpoint, --replay)",
+            path.display()
+        ))),
+        several => {
+            let list = several.iter().map(|f| format!("\n  kernelfleet replay {}", f.display())).collect::<String>();
+            Err(Failure::Request(format!("{} holds several episodes, say which:{list}", path.display())))
+        }
+    }
 }

@@ -37,12 +37,31 @@ impl Real {
     /// # Errors
     /// As there.
     pub fn opened(&self, task: &TaskSource) -> Result<Open, Trouble> {
-        let refusals = syntax::check(&task.source, Some(&self.modules));
-        if !refusals.is_empty() {
-            let text = refusals.iter().map(|r| placed(&task.path, r)).collect::<Vec<_>>().join("; ");
-            return Err(Trouble::Request(text));
-        }
+        by_syntax(task, &self.modules)?;
         Ok(Open(self.judge.open(task)?))
+    }
+}
+
+/// What needs no process to be seen is refused without one.
+fn by_syntax(task: &TaskSource, modules: &[String]) -> Result<(), Trouble> {
+    let refusals = syntax::check(&task.source, Some(modules));
+    if refusals.is_empty() {
+        return Ok(());
+    }
+    Err(Trouble::Request(refusals.iter().map(|r| placed(&task.path, r)).collect::<Vec<_>>().join("; ")))
+}
+
+/// Refuses tasks by their syntax where no judge is started, since no task gets any further.
+#[derive(Debug)]
+pub struct Unstarted {
+    /// What tasks can import.
+    pub modules: Vec<String>,
+}
+
+impl Court for Unstarted {
+    fn open(&self, task: &TaskSource) -> Result<Box<dyn Bench + '_>, Trouble> {
+        by_syntax(task, &self.modules)?;
+        Err(Trouble::Fault("the judge was not started".into()))
     }
 }
 

@@ -76,10 +76,10 @@ impl Progress {
         }
     }
 
-    /// A task has ended; `before` if an earlier run did the work.
-    pub fn done(&self, outcome: &Outcome, before: bool) {
+    /// A task has ended.
+    pub fn done(&self, outcome: &Outcome) {
         let said = outcome.verdict.as_ref().map_or_else(String::new, |v| format!("reward {}. ", reward(v)));
-        let when = if before { "done before. ".to_owned() } else { format!("{:.0} s. ", outcome.seconds) };
+        let when = if outcome.before { "done before. ".to_owned() } else { format!("{:.0} s. ", outcome.seconds) };
         let text = format!("{}: {when}{said}{}", outcome.task, outcome_sentence(outcome));
         match &self.0 {
             Kind::Silent => {}

@@ -351,7 +351,12 @@ pub fn totals(summary: &Summary) -> String {
         mean(compile.correct),
         mean(compile.all)
     );
-    let _ = write!(text, "\n{} candidates judged in {:.0} s.", summary.attempts, summary.seconds);
+    let before = summary.before;
+    let now = summary.attempts - before.attempts;
+    let _ = write!(text, "\n{now} candidates judged in {:.0} s.", summary.seconds);
+    if before.tasks > 0 {
+        let _ = write!(text, " {} tasks were done before, with {} candidates.", before.tasks, before.attempts);
+    }
     text
 }
 
@@ -483,6 +488,7 @@ pub(crate) mod tests {
             attempts: 6,
             episode: None,
             seconds: 20.0,
+            before: false,
         };
         let without = |task: &str, state, reason: &str| Outcome {
             task: task.into(),
@@ -493,6 +499,7 @@ pub(crate) mod tests {
             attempts: 0,
             episode: None,
             seconds: 1.0,
+            before: false,
         };
         vec![
             judged("softmax", sample(3, 4.0)),
@@ -526,6 +533,14 @@ pub(crate) mod tests {
     fn a_verdict_shows_times_launches_and_what_it_rests_on() {
         insta::assert_snapshot!("verdict_correct", verdict("softmax", &sample(3, 4.0)));
         insta::assert_snapshot!("verdict_wrong", verdict("relu", &sample(-1, 0.0)));
+    }
+
+    #[test]
+    fn what_an_earlier_start_did_is_not_counted_as_done_now() {
+        let mut outcomes = outcomes();
+        outcomes[0].before = true;
+        let said = totals(&super::super::summary::summarise(&outcomes, 3.0));
+        assert!(said.ends_with("12 candidates judged in 3 s. 1 tasks were done before, with 6 candidates."), "{said}");
     }
 
     #[test]

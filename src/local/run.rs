@@ -192,6 +192,13 @@ pub fn single(
     one(task, court, policy, settings, progress, stop, true)
 }
 
+/// Tasks without a kept outcome: what a start has to do.
+#[must_use]
+pub fn pending<'a>(tasks: &'a [TaskSource], settings: &Settings) -> Vec<&'a TaskSource> {
+    let done = |task: &TaskSource| kept(&task_folder(&settings.folder, &task.name), &key(task, settings)).is_some();
+    tasks.iter().filter(|task| !done(task)).collect()
+}
+
 /// The key under which an outcome stays valid.
 fn key(task: &TaskSource, settings: &Settings) -> String {
     let mut hash = Sha256::new();
@@ -221,8 +228,9 @@ fn one(
 ) -> Option<Outcome> {
     let folder = task_folder(&settings.folder, &task.name);
     let key = key(task, settings);
-    if let Some(outcome) = kept(&folder, &key) {
-        progress.done(&outcome, true);
+    if let Some(mut outcome) = kept(&folder, &key) {
+        outcome.before = true;
+        progress.done(&outcome);
         return Some(outcome);
     }
     let began = Instant::now();
@@ -255,7 +263,7 @@ fn one(
         progress.note(&format!("{}: {why}; it is tried again at the end, alone", task.name));
         progress.leave(&task.name);
     } else {
-        progress.done(&outcome, false);
+        progress.done(&outcome);
     }
     Some(outcome)
 }
@@ -270,6 +278,7 @@ fn empty(task: &TaskSource, reason: Option<String>) -> Outcome {
         attempts: 0,
         episode: None,
         seconds: 0.0,
+        before: false,
     }
 }
 
@@ -323,7 +332,7 @@ fn go(
     attempts: &mut usize,
 ) -> Result<Option<Outcome>, Trouble> {
     std::fs::create_dir_all(folder).map_err(disk)?;
-    std::fs::write(folder.join("task.py"), &task.source).map_err(disk)?;
+    std::fs::write(folder.join(TASK), &task.source).map_err(disk)?;
     let log = std::fs::File::create(folder.join("attempts.jsonl")).map_err(disk)?;
     progress.say(&task.name, "opening");
     let mut bench = court.open(task)?;
@@ -369,12 +378,22 @@ fn go(
         };
         return Ok(Some(Outcome { state: State::Declined, episode, ..empty(task, Some(reason)) }));
     };
-    let kept = candidate::write(&folder.join("best"), &candidate).and_then(|()| {
-        let text = serde_json::to_string_pretty(&verdict).map_err(std::io::Error::other)?;
-        replace(&folder.join("verdict.json"), &text)
-    });
-    kept.map_err(disk)?;
+    keep_judged(folder, task, &candidate, &verdict).map_err(disk)?;
     Ok(Some(Outcome { idea: Some(idea), verdict: Some(verdict), episode, ..empty(task, None) }))
+}
+
+/// The task's file in a folder of results.
+const TASK: &str = "task.py";
+
+/// Keeps a judged candidate as `kernelfleet export` takes it: `task.py`, `best/` and `verdict.json`.
+///
+/// # Errors
+/// When the disk refuses.
+pub fn keep_judged(folder: &Path, task: &TaskSource, candidate: &Candidate, verdict: &Verdict) -> std::io::Result<()> {
+    std::fs::write(folder.join(TASK), &task.source)?;
+    candidate::write(&folder.join("best"), candidate)?;
+    let text = serde_json::to_string_pretty(verdict).map_err(std::io::Error::other)?;
+    replace(&folder.join("verdict.json"), &text)
 }
 
 impl Work<'_> {
@@ -709,7 +728,9 @@ mod tests {
         let after = go(&tasks, &second, &settings);
         // Only the fault is tried again.
         assert_eq!(second.opened.load(Ordering::Relaxed), 1);
-        assert_eq!(before[..4], after[..4]);
+        assert!(after[..4].iter().flatten().all(|o| o.before));
+        let same = after.into_iter().map(|o| o.map(|o| Outcome { before: false, ..o })).collect::<Vec<_>>();
+        assert_eq!(before[..4], same[..4]);
         settings.identity = "b".into();
         let third = Paper::default();
         go(&tasks, &third, &settings);

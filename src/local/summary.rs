@@ -39,6 +39,9 @@ pub struct Outcome {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub episode: Option<crate::agent::trajectory::Tail>,
     pub seconds: f64,
+    /// An earlier start did the work.
+    #[serde(skip)]
+    pub before: bool,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -52,6 +55,13 @@ pub struct Pair<T> {
 pub struct Shared {
     pub tasks: usize,
     pub faster: Pair<usize>,
+}
+
+/// Tasks that were done before, and their candidates.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Before {
+    pub tasks: usize,
+    pub attempts: usize,
 }
 
 /// Geometric means of median speedups, of correct tasks, and of all where a failed one counts as 1.
@@ -91,6 +101,8 @@ pub struct Summary {
     pub shared: Shared,
     pub geomean: Pair<Means>,
     pub attempts: usize,
+    /// What of this an earlier start did.
+    pub before: Before,
     pub seconds: f64,
     pub results: Vec<Line>,
 }
@@ -130,6 +142,10 @@ pub fn summarise(outcomes: &[Outcome], seconds: f64) -> Summary {
         },
         geomean: Pair { eager: means(&eager), compile: means(&compile) },
         attempts: outcomes.iter().map(|o| o.attempts).sum(),
+        before: Before {
+            tasks: outcomes.iter().filter(|o| o.before).count(),
+            attempts: outcomes.iter().filter(|o| o.before).map(|o| o.attempts).sum(),
+        },
         seconds,
         results: outcomes.iter().map(line).collect(),
     }

@@ -31,30 +31,57 @@ pub enum Error {
     List { path: PathBuf, problem: String },
 }
 
+impl Error {
+    /// The path that is in the way.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        match self {
+            Self::Read { path, .. } | Self::TooLarge { path, .. } | Self::List { path, .. } => path,
+            Self::NotText(path) | Self::Empty(path) => path,
+        }
+    }
+
+    /// The sentence without the path in front.
+    #[must_use]
+    pub fn problem(&self) -> String {
+        let text = self.to_string();
+        text.strip_prefix(&format!("{} ", self.path().display())).map_or_else(|| text.clone(), str::to_owned)
+    }
+}
+
 /// Reads every task that `paths` name, in their order; folders in the order of the numbers that names begin
 /// with. A list is a `.txt` with a path a line (`#` begins a comment) or a `.json` list of paths, relative to
 /// `root`, or to the list's own folder without one.
 ///
 /// # Errors
-/// Names the path that can't be read.
+/// Names the first path that can't be read.
 pub fn find(paths: &[PathBuf], root: Option<&Path>) -> Result<Vec<Found>, Error> {
-    let mut files = Vec::new();
+    find_each(paths, root).into_iter().collect()
+}
+
+/// As `find`, each path for itself: one that can't be read stands in its place among the others.
+#[must_use]
+pub fn find_each(paths: &[PathBuf], root: Option<&Path>) -> Vec<Result<Found, Error>> {
+    let mut found = Vec::new();
     for path in paths {
-        collect(path, root, &mut files)?;
+        let mut files = Vec::new();
+        match collect(path, root, &mut files) {
+            Ok(()) => found.extend(files.iter().map(|p| read(p))),
+            Err(error) => found.push(Err(error)),
+        }
     }
-    let mut found = files.into_iter().map(|p| read(&p)).collect::<Result<Vec<_>, _>>()?;
     let mut count: BTreeMap<String, usize> = BTreeMap::new();
-    for task in &found {
+    for task in found.iter().flatten() {
         *count.entry(task.name.clone()).or_default() += 1;
     }
-    for task in &mut found {
+    for task in found.iter_mut().flatten() {
         if count.get(&task.name).copied().unwrap_or(0) > 1
             && let Some(folder) = task.path.parent().and_then(Path::file_name)
         {
             task.name = format!("{}-{}", folder.to_string_lossy(), task.name);
         }
     }
-    Ok(found)
+    found
 }
 
 fn collect(path: &Path, root: Option<&Path>, files: &mut Vec<PathBuf>) -> Result<(), Error> {
