@@ -79,3 +79,31 @@ pub fn prompt(brief: &Brief) -> String {
         turns = brief.turns,
     )
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    /// Names that begin with `kf_` in backquotes or a comment: `kf_max(a, b)`.
+    fn named(text: &str) -> BTreeSet<&str> {
+        let words = text.split(|c: char| !(c.is_ascii_alphanumeric() || c == '_'));
+        words.filter(|word| word.starts_with("kf_") && word.len() > 3).collect()
+    }
+
+    #[test]
+    fn the_pages_name_every_function_of_the_math_header_and_no_other() {
+        const INTERNAL: [&str; 4] = ["kf_word", "kf_float", "kf_scaled_exp", "kf_log_tail"];
+        let header = include_str!("../../agent-image/include/kernelfleet_math.h");
+        let defined = header
+            .lines()
+            .filter_map(|line| line.strip_prefix("KF_INLINE ")?.split('(').next()?.split(' ').next_back());
+        let defined: BTreeSet<&str> = defined.filter(|name| !INTERNAL.contains(name)).collect();
+        assert!(defined.len() > 20, "{defined:?}");
+        assert_eq!(named(SKILL), defined);
+        let guide = include_str!("../../docs/user-guide.md");
+        let part = guide.split("### Vector math on the CPU").nth(1).and_then(|t| t.split("\n## ").next()).unwrap();
+        assert_eq!(named(part), defined);
+    }
+}

@@ -377,6 +377,17 @@ spec:
     }
 
     #[test]
+    fn the_jobs_of_the_user_guide_are_manifests() {
+        let guide = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/user-guide.md");
+        let text = std::fs::read_to_string(&guide).unwrap();
+        let blocks: Vec<&str> = text.split("```yaml\n").skip(1).map(|b| b.split("```").next().unwrap()).collect();
+        let jobs = blocks.iter().filter(|b| b.contains("kind: OptimizationJob"));
+        let read: Vec<Manifest> = jobs.map(|b| parse(&guide, b).map_err(|r| format!("{r}\n{b}")).unwrap()).collect();
+        assert!(read.len() >= 2);
+        assert!(read.iter().any(|m| m.jobs[0].spec.policy.endpoint.is_some()));
+    }
+
+    #[test]
     fn the_definitions_rules_have_the_messages_that_are_told_here() {
         let text = super::super::optimization_job().to_string();
         assert!(text.contains(ONE_SOURCE) && text.contains(ONE_POLICY));
