@@ -13,7 +13,7 @@ use kernelfleet::task::init::Request;
 /// A PyTorch module in, a verified faster kernel out. A language model, or the optimiser that is built in, writes CUDA or
 /// C++ kernels; every attempt is judged: is it correct, and how much faster than eager PyTorch and torch.compile?
 #[derive(Parser)]
-#[command(version, about, arg_required_else_help = true, verbatim_doc_comment, after_help = FIRST)]
+#[command(version, arg_required_else_help = true, verbatim_doc_comment, after_help = FIRST)]
 struct Cli {
     #[command(subcommand)]
     command: Subcommands,

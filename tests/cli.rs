@@ -82,6 +82,12 @@ fn a_folder_that_is_no_candidate_is_named() {
     assert!(says(&output).contains("has no model_new.py, the file that defines ModelNew"));
     let output = kernelfleet(&["judge", "--task", "no/such.py", "--candidate", folder], home.path());
     assert!(says(&output).contains("no/such.py can't be read"));
+    // Nothing is lost to a folder that is something else.
+    std::fs::create_dir_all(home.path().join("mine/best")).unwrap();
+    let mine = home.path().join("mine");
+    let (task, candidate) = ("examples/tasks/rms_norm.py", "examples/candidates/rms_norm");
+    let keep = ["judge", "--task", task, "--candidate", candidate, "--keep", mine.to_str().unwrap()];
+    assert!(says(&kernelfleet(&keep, home.path())).contains("mine holds something else than a kept result"));
     let twice = ["judge", "--task", "examples/tasks/softmax.py", "--candidate", folder, "--recheck", "2"];
     let output = kernelfleet(&twice, home.path());
     assert_eq!(output.status.code(), Some(2));
@@ -100,6 +106,23 @@ fn tasks_are_checked_by_syntax_without_running_them() {
     let output = kernelfleet(&["task", "check", bad.to_str().unwrap(), "--static"], home.path());
     assert_eq!(output.status.code(), Some(2));
     assert!(String::from_utf8_lossy(&output.stdout).contains("bad.py:3: syntax error"));
+    // One that isn't there stands among the others, and none that has a flaw by syntax starts a process.
+    let began = std::time::Instant::now();
+    let output = kernelfleet(&["task", "check", "no/such.py", bad.to_str().unwrap(), "--device", "cpu"], home.path());
+    let table = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(table.contains("REFUSED   such: no/such.py: can't be read: No such file"), "{table}");
+    assert!(table.contains("bad.py:3: syntax error") && table.contains("2 tasks"), "{table}");
+    let output = kernelfleet(&["task", "check", "no/such.py", "examples/tasks/softmax.py", "--static"], home.path());
+    assert!(String::from_utf8_lossy(&output.stdout).contains("accepted  softmax"));
+    let job = home.path().join("job.yaml");
+    let text = "apiVersion: kernelfleet.dev/v1alpha1\nkind: OptimizationJob\nmetadata: {name: x}\nspec: {tasks: {taskSet: {name: a}}}\n";
+    std::fs::write(&job, text).unwrap();
+    let results = home.path().join("results");
+    let (job, results) = (job.to_str().unwrap(), results.to_str().unwrap());
+    let run = ["run", job, "--tasks", bad.to_str().unwrap(), "--device", "cpu", "--results", results];
+    let output = kernelfleet(&run, home.path());
+    assert!(output.status.success() && says(&output).contains("bad.py:3: syntax error"), "{}", says(&output));
+    assert!(!says(&output).contains("warm") && began.elapsed().as_secs() < 60, "{:?}", began.elapsed());
 }
 
 #[test]
@@ -186,6 +209,36 @@ fn a_module_of_ones_own_file_becomes_a_task() {
         "{}",
         says(&library)
     );
+}
+
+#[test]
+fn an_episode_is_found_in_its_folder_and_several_are_listed() {
+    let home = tempfile::tempdir().unwrap();
+    let replay = |path: &Path| kernelfleet(&["replay", path.to_str().unwrap()], home.path());
+    assert!(says(&replay(home.path())).contains("holds no trajectory.jsonl; a run records one a task"));
+    for name in ["a", "b"] {
+        std::fs::create_dir(home.path().join(name)).unwrap();
+        std::fs::copy("docs/evidence/episode-smollm2.jsonl", home.path().join(name).join("trajectory.jsonl")).unwrap();
+    }
+    let several = says(&replay(home.path()));
+    assert!(
+        several.contains("holds several episodes, say which:") && several.contains("b/trajectory.jsonl"),
+        "{several}"
+    );
+    let one = replay(&home.path().join("a"));
+    assert!(one.status.success() && !one.stdout.is_empty(), "{}", says(&one));
+}
+
+#[test]
+fn the_help_says_what_it_is_and_the_three_first_commands() {
+    let home = tempfile::tempdir().unwrap();
+    let text = String::from_utf8(kernelfleet(&["--help"], home.path()).stdout).unwrap();
+    assert!(text.starts_with("A PyTorch module in, a verified faster kernel out."), "{text}");
+    for command in
+        ["kernelfleet doctor", "kernelfleet run examples/demo.yaml", "kernelfleet task init --module torch.nn.GELU"]
+    {
+        assert!(text.contains(command), "{text}");
+    }
 }
 
 #[test]

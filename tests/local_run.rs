@@ -103,7 +103,9 @@ spec:
 
 fn program(home: &Path) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kernelfleet"));
-    command.env("KERNELFLEET_CACHE", home.join("cache")).current_dir(env!("CARGO_MANIFEST_DIR"));
+    // No figure counts here: tests need not wait for each other's measurements, nor for anybody else's.
+    command.env("KERNELFLEET_CACHE", home.join("cache")).env("KERNELFLEET_LOCKS", home);
+    command.current_dir(env!("CARGO_MANIFEST_DIR"));
     command
 }
 
@@ -162,6 +164,31 @@ fn a_job_gives_a_verified_kernel_a_report_and_a_package_and_is_not_done_twice() 
 }
 
 #[test]
+fn the_candidate_of_the_examples_is_judged_kept_and_exported() {
+    let home = tempfile::tempdir().unwrap();
+    let kept = home.path().join("kept");
+    let (folder, package) = (kept.to_str().unwrap(), home.path().join("my_norm"));
+    let task = ["--task", "examples/tasks/rms_norm.py", "--candidate", "examples/candidates/rms_norm"];
+    let judged = program(home.path())
+        .arg("judge")
+        .args(task)
+        .args(["--device", "cpu", "--keep", folder, "-o", "json"])
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&judged.stderr).into_owned();
+    assert!(judged.status.success(), "{said}");
+    let verdict: serde_json::Value = serde_json::from_slice(&judged.stdout).unwrap();
+    assert!(verdict["reward"].as_i64().unwrap() >= 1, "{verdict}");
+    assert!(
+        said.contains(&format!("kept in {folder}; next: kernelfleet export --result {folder} -o PACKAGE")),
+        "{said}"
+    );
+    let exported = program(home.path()).args(["export", "--result", folder, "-o"]).arg(&package).output().unwrap();
+    assert!(exported.status.success(), "{}", String::from_utf8_lossy(&exported.stderr));
+    assert!(package.join("candidate/kernels/rms_norm.cpp").is_file());
+}
+
+#[test]
 fn long_sums_of_nearly_equal_numbers_and_composed_operators_are_correct() {
     let home = tempfile::tempdir().unwrap();
     let done = run(home.path(), CORRECT);
@@ -213,7 +240,6 @@ fn who_finds_another_judge_measuring_says_so_and_waits_for_its_turn() {
     assert_eq!(unsafe { libc::flock(lock.as_raw_fd(), libc::LOCK_EX) }, 0);
     let mut child = program(home.path())
         .args(["task", "check", "examples/tasks/softmax.py", "--device", "cpu", "--seconds", "1"])
-        .env("KERNELFLEET_LOCKS", home.path())
         .stderr(std::process::Stdio::piped())
         .spawn()
         .unwrap();
