@@ -251,3 +251,26 @@ fn who_finds_another_judge_measuring_says_so_and_waits_for_its_turn() {
     drop(lock);
     assert!(child.wait().unwrap().success(), "{:?}", lines.collect::<Vec<_>>());
 }
+
+#[test]
+fn an_endpoint_that_is_down_is_told_at_once_and_the_task_given_up_soon() {
+    let home = tempfile::tempdir().unwrap();
+    let job = home.path().join("job.yaml");
+    let text = JOB.split("      - name: broken").next().unwrap();
+    std::fs::write(&job, text).unwrap();
+    // A port that nobody listens at.
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let url = format!("http://127.0.0.1:{port}/v1");
+    let results = home.path().join("results");
+    let done = program(home.path())
+        .args(["run", job.to_str().unwrap(), "--device", "cpu", "--results", results.to_str().unwrap()])
+        .args(["--endpoint", &url, "--model", "m"])
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&done.stderr).into_owned();
+    assert_eq!(done.status.code(), Some(1), "{said}");
+    let why = format!("the endpoint {url} can't be reached: Connection refused");
+    assert!(said.contains(&format!("chain: turn 1: {why}")) && said.contains("attempt 2 in"), "{said}");
+    assert_eq!(said.matches("chain: turn 1\n").count(), 1, "{said}");
+    assert!(String::from_utf8_lossy(&done.stdout).contains(&format!("chain: Not judged: {why}")), "{said}");
+}
