@@ -22,6 +22,8 @@ pub struct Facts {
     pub arch: String,
     /// Memory of the card, bytes; 0 on the CPU.
     pub memory_bytes: u64,
+    /// It drives a display too: no measurement on it is exclusive.
+    pub display: bool,
     /// For the verdict.
     pub description: BTreeMap<String, Value>,
     /// What `kernelfleet_ext.properties()` says to a candidate.
@@ -56,6 +58,7 @@ impl Facts {
             class: format!("cpu {model} {}", toolchain.threads),
             arch: std::env::consts::ARCH.to_owned(),
             memory_bytes: 0,
+            display: false,
             description: description.into_iter().map(|(k, v)| (k.to_owned(), v)).collect(),
             properties: json!({"name": model, "threads": toolchain.threads, "simd": simd}),
         }
@@ -79,12 +82,13 @@ impl Facts {
         } else {
             format!("sm_{}{}", card.major, card.minor)
         };
-        // The driver's own version and the power limit are known to its tool alone.
+        // The driver's own version, the power limit and what hangs on the card are known to its tool alone.
         let said = Command::new("nvidia-smi")
-            .args(["--query-gpu=driver_version,power.limit", "--format=csv,noheader"])
+            .args(["--query-gpu=driver_version,power.limit,display_active", "--format=csv,noheader"])
             .output()
             .map(|o| String::from_utf8_lossy(&o.stdout).lines().next().unwrap_or_default().trim().to_owned())
             .unwrap_or_default();
+        let (said, display) = display(&said);
         let mut description: BTreeMap<String, Value> =
             [("kind".to_owned(), json!("cuda")), ("driver_and_power".to_owned(), json!(said))].into();
         for key in [
@@ -106,8 +110,30 @@ impl Facts {
             class: format!("{} {said}", card.name),
             arch,
             memory_bytes: card.total_memory,
+            display,
             properties: facts,
             description,
         })
+    }
+}
+
+/// Driver and power limit of a line of `nvidia-smi`, and whether a display is active.
+fn display(line: &str) -> (String, bool) {
+    match line.rsplit_once(", ") {
+        Some((rest, state)) => (rest.to_owned(), state.trim() == "Enabled"),
+        None => (line.to_owned(), false),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_card_that_drives_a_display_is_known() {
+        assert_eq!(display("580.95.05, 700.00 W, Disabled"), ("580.95.05, 700.00 W".into(), false));
+        assert_eq!(display("580.95.05, 285.00 W, Enabled"), ("580.95.05, 285.00 W".into(), true));
+        assert_eq!(display("580.95.05, 285.00 W, [N/A]"), ("580.95.05, 285.00 W".into(), false));
+        assert_eq!(display(""), (String::new(), false));
     }
 }

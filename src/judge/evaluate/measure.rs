@@ -45,6 +45,9 @@ pub(super) fn measure(
     let mut random = Random::new(secret_seed()?);
     let start = Instant::now();
     evidence.measurement.get_or_insert(Measurement::Exclusive);
+    if session.fixed.judge.device.display {
+        evidence.shared("the card drives a display too");
+    }
     let mut pids = own(session);
     pids.push(run.runner.pid());
     let load = run.cpu.then(|| load::Load::begin(&pids));
