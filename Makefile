@@ -30,8 +30,8 @@ fmt: env-dev ## formats Rust and Python
 lint: env-dev ## formatting, clippy, ruff, mypy
 	@$(PYTHON) tests/all.py --only lint
 
-crds: ## writes crds/ from src/api
-	cargo run --quiet --locked -- crds --write crds
+crds: ## writes crds/ and docs/api-reference.md from src/api
+	cargo run --quiet --locked -- crds --write crds --reference docs/api-reference.md
 
 soak: env build ## 100 KernelBench tasks checked, then the demo again and again for SOAK_MINUTES (default 30): leaks, flaky verdicts, leftovers
 	@$(PYTHON) tests/soak.py --minutes $${SOAK_MINUTES:-30}

@@ -8,6 +8,7 @@ pub mod api;
 pub mod gateway;
 pub mod judge;
 pub mod local;
+pub mod operator;
 pub mod plan;
 pub mod pod;
 pub mod sandbox;

@@ -6,6 +6,7 @@ use std::process::ExitCode;
 use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
 use kernelfleet::judge::{self, runner};
 use kernelfleet::local::commands::{self, Failure, Output};
+use kernelfleet::operator;
 use kernelfleet::pod;
 use kernelfleet::sandbox;
 use kernelfleet::task::init::Request;
@@ -53,6 +54,19 @@ enum Subcommands {
         #[arg(long)]
         full: bool,
     },
+    /// Fetches the best kernels of a job that ran in a cluster
+    Results {
+        /// Name of the OptimizationJob
+        job: String,
+        /// Its namespace; that of the kubeconfig's context if nothing is said
+        #[arg(short, long)]
+        namespace: Option<String>,
+        /// Folder that gets a folder a task: model_new.py, kernels/, task.py, verdict.json
+        #[arg(short = 'o', long = "output", value_name = "DIR", default_value = "results")]
+        folder: PathBuf,
+    },
+    /// Watches the custom resources of a cluster and carries them out
+    Operator(Operator),
     /// What this machine has, what is missing, and how to mend it
     Doctor {
         #[command(flatten)]
@@ -73,7 +87,51 @@ enum Subcommands {
         /// Writes them into this folder instead
         #[arg(long, value_name = "DIR")]
         write: Option<PathBuf>,
+        /// Writes the API reference into this file instead
+        #[arg(long, value_name = "FILE")]
+        reference: Option<PathBuf>,
     },
+}
+
+/// The role of the operator's pod; the chart starts it. Outside a cluster it uses KUBECONFIG.
+#[derive(Args)]
+struct Operator {
+    /// Image of agents, brokers and gateways; pinned into each Job when that is created
+    #[arg(long)]
+    image: String,
+    /// Image of sandboxes; --image if nothing is said
+    #[arg(long, value_name = "IMAGE")]
+    sandbox_image: Option<String>,
+    /// Image of judges, which has PyTorch and the compilers; --image if nothing is said
+    #[arg(long, value_name = "IMAGE")]
+    judge_image: Option<String>,
+    /// When images are pulled
+    #[arg(long, default_value = "IfNotPresent", value_parser = ["Always", "IfNotPresent", "Never"])]
+    image_pull_policy: String,
+    /// Secret of the operator's namespace that images are pulled with; again for each further one
+    #[arg(long, value_name = "SECRET")]
+    image_pull_secret: Vec<String>,
+    /// The operator's own namespace, where brokers and judges run; its pod's if nothing is said
+    #[arg(long)]
+    namespace: Option<String>,
+    /// The operator's own service account, by which brokers know it
+    #[arg(long, value_name = "NAME", default_value = "kernelfleet-operator")]
+    service_account: String,
+    /// Bound token of the audience kernelfleet-broker, read again for each call
+    #[arg(long, value_name = "FILE", default_value = "/var/run/secrets/kernelfleet/broker/token")]
+    broker_token_file: PathBuf,
+    /// /healthz, /readyz and /metrics
+    #[arg(long, value_name = "ADDRESS", default_value = "0.0.0.0:8080")]
+    listen: std::net::SocketAddr,
+    /// Lease that the replicas of the operator agree on
+    #[arg(long, value_name = "NAME", default_value = "kernelfleet-operator")]
+    lease: String,
+    /// Works at once, without a lease: where no other replica can be running
+    #[arg(long)]
+    no_leader_election: bool,
+    /// Reconciliations of one kind at once
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=256))]
+    workers: u16,
 }
 
 #[derive(Args)]
@@ -329,7 +387,11 @@ fn main() -> ExitCode {
 fn log(command: &Subcommands) {
     let pod = matches!(
         command,
-        Subcommands::Agent(_) | Subcommands::JudgeWorker(_) | Subcommands::Sandbox(_) | Subcommands::Gateway(_)
+        Subcommands::Agent(_)
+            | Subcommands::JudgeWorker(_)
+            | Subcommands::Sandbox(_)
+            | Subcommands::Gateway(_)
+            | Subcommands::Operator(_)
     );
     let usual = if pod { "info" } else { "warn" };
     let filter = tracing_subscriber::EnvFilter::try_from_env("KERNELFLEET_LOG").unwrap_or_else(|_| usual.into());
@@ -416,10 +478,46 @@ fn dispatch(command: Subcommands) -> Result<u8, Failure> {
         }
         Subcommands::Export { result, package } => commands::export(&result, &package),
         Subcommands::Replay { trajectory, full } => commands::replay(&trajectory, full),
+        Subcommands::Results { job, namespace, folder } => {
+            let fetched = operator::fetch::results(&job, namespace.as_deref(), &folder)
+                .map_err(|e| Failure::Request(e.to_string()))?;
+            for folder in &fetched.folders {
+                println!("{}", folder.display());
+            }
+            if fetched.left_out > 0 {
+                eprintln!("kernelfleet: {} more kernels did not fit into the ConfigMap", fetched.left_out);
+            }
+            Ok(())
+        }
+        Subcommands::Operator(role) => {
+            operator::run(operator_arguments(role)).map_err(|e| Failure::Fault(e.to_string()))
+        }
         Subcommands::Doctor { output } => commands::doctor(output.get()),
-        Subcommands::Crds { write } => commands::crds(write.as_deref()),
+        Subcommands::Crds { write, reference } => commands::crds(write.as_deref(), reference.as_deref()),
     };
     done.map(|()| 0)
+}
+
+fn operator_arguments(role: Operator) -> operator::Arguments {
+    let of_pod = || std::fs::read_to_string("/var/run/secrets/kubernetes.io/serviceaccount/namespace").ok();
+    let namespace = role.namespace.or_else(of_pod).unwrap_or_else(|| "kernelfleet".into());
+    let host = std::env::var("HOSTNAME").unwrap_or_else(|_| "local".into());
+    operator::Arguments {
+        settings: operator::context::Settings {
+            namespace: namespace.trim().to_owned(),
+            service_account: role.service_account,
+            sandbox_image: role.sandbox_image.unwrap_or_else(|| role.image.clone()),
+            judge_image: role.judge_image.unwrap_or_else(|| role.image.clone()),
+            image: role.image,
+            pull_policy: role.image_pull_policy,
+            pull_secrets: role.image_pull_secret,
+        },
+        broker_token_file: role.broker_token_file,
+        listen: role.listen,
+        lease: (!role.no_leader_election).then_some(role.lease),
+        identity: format!("{host}_{}", std::process::id()),
+        workers: role.workers,
+    }
 }
 
 fn judge_arguments(judge: Judge) -> commands::JudgeArguments {

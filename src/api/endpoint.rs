@@ -96,9 +96,11 @@ pub struct Prices {
 #[derive(JsonSchema, Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Limits {
+    /// Requests a minute.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 1, max = 10_000_000))]
     pub requests_per_minute: Option<i32>,
+    /// Tokens a minute, read and written.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 1, max = 2_000_000_000))]
     pub tokens_per_minute: Option<i32>,

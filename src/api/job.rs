@@ -514,8 +514,10 @@ pub struct Episodes {
 #[derive(JsonSchema, Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Tokens {
+    /// Read by models.
     #[serde(default)]
     pub read: i64,
+    /// Written by models.
     #[serde(default)]
     pub written: i64,
 }
@@ -524,10 +526,13 @@ pub struct Tokens {
 #[derive(JsonSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Rates {
+    /// With a correct verdict.
     #[serde(default)]
     pub correct: f64,
+    /// Faster than eager.
     #[serde(default)]
     pub faster_than_eager: f64,
+    /// Faster than `torch.compile` as well.
     #[serde(default)]
     pub faster_than_compile: f64,
 }
@@ -536,8 +541,10 @@ pub struct Rates {
 #[derive(JsonSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Speedups {
+    /// Over eager PyTorch.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub eager: Option<f64>,
+    /// Over `torch.compile`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub compile: Option<f64>,
 }
@@ -546,6 +553,7 @@ pub struct Speedups {
 #[derive(JsonSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct TaskResult {
+    /// Name of the task.
     #[schemars(length(max = 253))]
     pub task: String,
     /// Episode that it is of.
@@ -558,6 +566,7 @@ pub struct TaskResult {
     #[serde(default, skip_serializing_if = "String::is_empty")]
     #[schemars(length(max = 32))]
     pub grade: String,
+    /// Median speedups.
     #[serde(default)]
     pub speedup: Speedups,
     /// Content address of the candidate.

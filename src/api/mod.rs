@@ -4,7 +4,7 @@ pub mod endpoint;
 pub mod job;
 pub mod manifest;
 pub mod pool;
-
+pub mod reference;
 pub mod schema;
 pub mod taskset;
 
@@ -26,8 +26,10 @@ pub const API_VERSION: &str = "kernelfleet.dev/v1alpha1";
 #[derive(JsonSchema, Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct NameReference {
+    /// Its name.
     #[schemars(length(max = 253))]
     pub name: String,
+    /// Its namespace.
     #[schemars(length(max = 63))]
     pub namespace: String,
 }

@@ -128,7 +128,13 @@ pub fn doctor(output: Output) -> Result<(), Failure> {
 ///
 /// # Errors
 /// When the folder can't be written.
-pub fn crds(write: Option<&Path>) -> Result<(), Failure> {
+pub fn crds(write: Option<&Path>, reference: Option<&Path>) -> Result<(), Failure> {
+    if let Some(file) = reference {
+        std::fs::write(file, crate::api::reference::page()).map_err(Failure::request)?;
+        if write.is_none() {
+            return Ok(());
+        }
+    }
     for (name, text) in crate::api::definitions().map_err(Failure::fault)? {
         match write {
             None => print!("---\n{text}"),

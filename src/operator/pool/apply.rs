@@ -1,0 +1,139 @@
+//! Makes a GpuPool's parts what was built: its keys first, then its objects, and away with what it has no more. The
+//! fourth step.
+
+use std::collections::BTreeMap;
+
+use jiff::Timestamp;
+use k8s_openapi::ByteString;
+use k8s_openapi::api::core::v1::Secret;
+use k8s_openapi::api::rbac::v1::RoleBinding;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
+use kube::api::{Api, DeleteParams, ListParams, PartialObjectMeta, PostParams};
+use kube::{Client, ResourceExt};
+
+use super::build::Objects;
+use super::certificates::{self, Authorities, Step};
+use super::dereference::{Facts, tls_secret};
+use crate::operator::apply;
+use crate::operator::context::Context;
+use crate::operator::names;
+
+/// Why something isn't as it was built.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error(transparent)]
+    Certificate(#[from] certificates::Error),
+    #[error(transparent)]
+    Object(#[from] apply::Error),
+    #[error("the Secret {name} can't be written: {source}")]
+    Secret { name: String, source: Box<kube::Error> },
+    #[error("what the pool has no more can't be deleted: {source}")]
+    Prune { source: Box<kube::Error> },
+}
+
+/// Advances the authorities and the broker's certificate, and writes them where they changed.
+///
+/// # Errors
+/// When a Secret can't be written, or a key can't be drawn.
+pub async fn keys(
+    context: &Context,
+    pool: &str,
+    owner: &OwnerReference,
+    facts: &Facts,
+    now: Timestamp,
+) -> Result<Authorities, Error> {
+    let kept = facts.authorities.clone();
+    let authorities = if certificates::plan(kept.as_ref(), now) == Step::Keep
+        && let Some(kept) = kept
+    {
+        kept
+    } else {
+        let fresh = certificates::advance(facts.authorities.clone(), pool, now)?;
+        let name = names::authority(pool);
+        write(context, pool, owner, &name, fresh.data(), facts.authorities.is_some()).await?;
+        tracing::info!(pool, "the pool's certificate authorities have changed");
+        fresh
+    };
+    let fresh = facts.certificate.as_ref();
+    if fresh.is_none_or(|(pair, signer)| certificates::stale(pair, signer, &authorities, now)) {
+        // The broker reads the file again when it changes.
+        let pair = certificates::certificate(&authorities, now)?;
+        let mut data = BTreeMap::new();
+        certificates::write(&mut data, "tls", &pair);
+        data.insert("signer".into(), certificates::fingerprint(&authorities.current.certificate));
+        write(context, pool, owner, &tls_secret(pool), data, facts.certificate.is_some()).await?;
+    }
+    Ok(authorities)
+}
+
+/// A first write creates, so that two operators can't both make an authority; later ones replace.
+async fn write(
+    context: &Context,
+    pool: &str,
+    owner: &OwnerReference,
+    name: &str,
+    data: BTreeMap<String, String>,
+    there: bool,
+) -> Result<(), Error> {
+    let api: Api<Secret> = Api::namespaced(context.client.clone(), &context.settings.namespace);
+    let failed = |e: kube::Error| Error::Secret { name: name.into(), source: Box::new(e) };
+    let secret = Secret {
+        metadata: ObjectMeta {
+            name: Some(name.into()),
+            namespace: Some(context.settings.namespace.clone()),
+            labels: Some(names::labels("broker", pool)),
+            owner_references: Some(vec![owner.clone()]),
+            ..ObjectMeta::default()
+        },
+        data: Some(data.into_iter().map(|(k, v)| (k, ByteString(v.into_bytes()))).collect()),
+        ..Secret::default()
+    };
+    if there {
+        let live = api.get(name).await.map_err(failed)?;
+        let mut secret = secret;
+        secret.metadata.resource_version = live.resource_version();
+        api.replace(name, &PostParams::default(), &secret).await.map_err(failed)?;
+    } else {
+        api.create(&PostParams::default(), &secret).await.map_err(failed)?;
+    }
+    Ok(())
+}
+
+/// Applies the objects, in their order.
+///
+/// # Errors
+/// At the first that the server refuses or somebody else has.
+pub async fn objects(context: &Context, objects: &Objects) -> Result<(), Error> {
+    for built in &objects.all {
+        context.applier.ensure(&context.client, built).await?;
+    }
+    Ok(())
+}
+
+/// Takes back the broker's rights in namespaces that the pool is no more for.
+///
+/// # Errors
+/// When they can't be listed or deleted.
+pub async fn prune(client: &Client, pool: &str, objects: &Objects) -> Result<(), Error> {
+    let failed = |source| Error::Prune { source: Box::new(source) };
+    let api: Api<RoleBinding> = Api::all(client.clone());
+    let selector = format!(
+        "app.kubernetes.io/managed-by={},app.kubernetes.io/component=broker,app.kubernetes.io/instance={pool}",
+        names::MANAGER
+    );
+    let found: kube::core::ObjectList<PartialObjectMeta<RoleBinding>> =
+        api.list_metadata(&ListParams::default().labels(&selector)).await.map_err(failed)?;
+    for binding in found.items {
+        let (namespace, name) = (binding.namespace().unwrap_or_default(), binding.name_any());
+        let kept = objects.all.iter().any(|b| {
+            b.resource.kind == "RoleBinding"
+                && b.object.namespace().as_deref() == Some(namespace.as_str())
+                && b.object.name_any() == name
+        });
+        if !kept {
+            let api: Api<RoleBinding> = Api::namespaced(client.clone(), &namespace);
+            api.delete(&name, &DeleteParams::default()).await.map_err(failed)?;
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,94 @@
+//! Reads what a GpuPool's parts come from and how they are: its keys, its StatefulSets, its broker. The first step.
+
+use std::collections::BTreeMap;
+
+use k8s_openapi::api::apps::v1::StatefulSet;
+use k8s_openapi::api::core::v1::{Namespace, Secret, Service};
+use kube::api::{Api, PartialObjectMeta};
+
+use super::certificates::{self, Authorities, Pair};
+use crate::operator::context::Context;
+use crate::operator::names;
+use crate::wire::v1::PoolFacts;
+
+/// Why the facts can't be read.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("the API server can't be asked for {what}: {source}")]
+    Api { what: String, source: Box<kube::Error> },
+    #[error(transparent)]
+    Kept(#[from] certificates::Error),
+}
+
+/// What was read.
+#[derive(Clone, Debug, Default)]
+pub struct Facts {
+    pub authorities: Option<Authorities>,
+    /// The broker's certificate and the fingerprint of who signed it.
+    pub certificate: Option<(Pair, String)>,
+    pub broker: Option<StatefulSet>,
+    pub judges: Option<StatefulSet>,
+    /// ClusterIP of the broker's Service.
+    pub ip: Option<String>,
+    /// What the broker says, or why it says nothing.
+    pub said: Option<Result<PoolFacts, String>>,
+    /// Namespaces of the spec that don't exist.
+    pub missing_namespaces: Vec<String>,
+}
+
+/// Reads everything; what isn't there yet is `None`.
+///
+/// # Errors
+/// When the API server can't be asked, or a Secret of ours is broken.
+pub async fn dereference(context: &Context, pool: &str, namespaces: &[String]) -> Result<Facts, Error> {
+    let namespace = &context.settings.namespace;
+    let failed = |what: &str| {
+        let what = what.to_owned();
+        move |e: kube::Error| Error::Api { what, source: Box::new(e) }
+    };
+    let secrets: Api<Secret> = Api::namespaced(context.client.clone(), namespace);
+    let name = names::authority(pool);
+    let authorities = match secrets.get_opt(&name).await.map_err(failed("the authority's Secret"))? {
+        Some(secret) => Some(Authorities::read(&name, &text(&secret))?),
+        None => None,
+    };
+    let name = tls_secret(pool);
+    let certificate = match secrets.get_opt(&name).await.map_err(failed("the broker's certificate"))? {
+        Some(secret) => {
+            let data = text(&secret);
+            let signer = data.get("signer").cloned().unwrap_or_default();
+            // A broken one is replaced: nothing but its own clients depends on it.
+            certificates::read(&name, &data, "tls").ok().map(|pair| (pair, signer))
+        }
+        None => None,
+    };
+    let sets: Api<StatefulSet> = Api::namespaced(context.client.clone(), namespace);
+    let broker = sets.get_opt(&names::broker(pool)).await.map_err(failed("the broker"))?;
+    let judges = sets.get_opt(&names::judge(pool)).await.map_err(failed("the judges"))?;
+    let services: Api<Service> = Api::namespaced(context.client.clone(), namespace);
+    let service = services.get_opt(&names::broker(pool)).await.map_err(failed("the broker's Service"))?;
+    let ip = service.and_then(|s| s.spec).and_then(|s| s.cluster_ip).filter(|ip| !ip.is_empty());
+    let ready = broker.as_ref().and_then(|b| b.status.as_ref()).and_then(|s| s.ready_replicas).unwrap_or(0) > 0;
+    let said = if ready { Some(context.brokers.pool(pool).await.map_err(|e| e.to_string())) } else { None };
+    let mut missing_namespaces = Vec::new();
+    let all: Api<Namespace> = Api::all(context.client.clone());
+    for name in namespaces.iter().filter(|n| *n != "*") {
+        let found: Option<PartialObjectMeta<Namespace>> =
+            all.get_metadata_opt(name).await.map_err(failed("a namespace"))?;
+        if found.is_none() {
+            missing_namespaces.push(name.clone());
+        }
+    }
+    Ok(Facts { authorities, certificate, broker, judges, ip, said, missing_namespaces })
+}
+
+/// Secret with the broker's certificate.
+#[must_use]
+pub fn tls_secret(pool: &str) -> String {
+    format!("{pool}-broker-tls")
+}
+
+fn text(secret: &Secret) -> BTreeMap<String, String> {
+    let data = secret.data.iter().flatten();
+    data.map(|(k, v)| (k.clone(), String::from_utf8_lossy(&v.0).into_owned())).collect()
+}

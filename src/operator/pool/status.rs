@@ -1,0 +1,228 @@
+//! From what was seen of a GpuPool's parts to its status. Pure. The last step.
+
+use jiff::Timestamp;
+use k8s_openapi::api::apps::v1::StatefulSet;
+
+use super::dereference::Facts;
+use super::validate;
+use crate::api::NameReference;
+use crate::api::pool::{GpuPool, GpuPoolStatus, Sharing, Unhealthy};
+use crate::operator::conditions::{Said, cut, set};
+use crate::operator::names;
+
+/// Judges whose card isn't well that a status names.
+const MOST_UNHEALTHY: usize = 32;
+
+/// The status that follows. `checked` is what validation said, `failed` what applying said.
+#[must_use]
+pub fn status(
+    pool: &GpuPool,
+    namespace: &str,
+    checked: &Result<(), validate::Error>,
+    failed: Option<&str>,
+    facts: &Facts,
+    now: Timestamp,
+) -> GpuPoolStatus {
+    let generation = pool.metadata.generation;
+    let name = pool.metadata.name.clone().unwrap_or_default();
+    let mut status = pool.status.clone().unwrap_or_default();
+    status.observed_generation = generation;
+    let conditions = &mut status.conditions;
+    let valid = match checked {
+        Ok(()) => Said::yes("Valid", "the spec can be carried out"),
+        Err(error) => Said::no("Invalid", error.to_string()),
+    };
+    set(conditions, "Validated", &valid, generation, now);
+    let ready = ready(pool, checked, failed, facts);
+    set(conditions, "Ready", &ready, generation, now);
+    let said = facts.said.as_ref().and_then(|s| s.as_ref().ok());
+    set(conditions, "MeasurementsTrusted", &trusted(pool, facts), generation, now);
+    set(conditions, "Healthy", &healthy(facts), generation, now);
+    status.judges_ready = facts.judges.as_ref().map(ready_replicas);
+    status.broker =
+        facts.ip.as_ref().map(|_| NameReference { name: names::broker(&name), namespace: namespace.into() });
+    if let Some(said) = said {
+        status.judges_registered = Some(number(said.judges));
+        status.hardware = (!said.hardware.is_empty()).then(|| cut(&said.hardware, 512));
+        status.queued = Some(number(said.queued));
+        status.leased = Some(number(said.leased));
+        // Two digits: a status is written when somebody would see a difference.
+        status.busy = Some((said.busy.clamp(0.0, 1.0) * 100.0).round() / 100.0);
+        let sick = said.each.iter().filter(|j| !j.unhealthy.is_empty()).take(MOST_UNHEALTHY);
+        status.unhealthy = sick
+            .map(|j| Unhealthy { pod: cut(&j.pod, 253), card: cut(&j.card, 128), message: cut(&j.unhealthy, 256) })
+            .collect();
+    }
+    status
+}
+
+fn number(n: u32) -> i32 {
+    i32::try_from(n).unwrap_or(i32::MAX)
+}
+
+fn ready_replicas(set: &StatefulSet) -> i32 {
+    set.status.as_ref().and_then(|s| s.ready_replicas).unwrap_or(0)
+}
+
+fn ready(pool: &GpuPool, checked: &Result<(), validate::Error>, failed: Option<&str>, facts: &Facts) -> Said {
+    if checked.is_err() {
+        return Said::no("Invalid", "the spec can't be carried out; the condition Validated says why");
+    }
+    if let Some(failed) = failed {
+        return Said::no("ApplyFailed", failed);
+    }
+    let Some(broker) = &facts.broker else { return Said::no("Starting", "the broker is being made") };
+    let name = pool.metadata.name.clone().unwrap_or_default();
+    if ready_replicas(broker) == 0 {
+        let hint = format!("kubectl describe pod {}-0 in the operator's namespace says why", names::broker(&name));
+        return Said::no("BrokerNotReady", format!("the broker's pod is not ready; {hint}"));
+    }
+    match &facts.said {
+        Some(Err(why)) => return Said::no("BrokerUnreachable", why.clone()),
+        None => return Said::no("Starting", "the broker was not asked yet"),
+        Some(Ok(_)) => {}
+    }
+    let wanted = pool.spec.replicas;
+    let ready = facts.judges.as_ref().map_or(0, ready_replicas);
+    if wanted == 0 {
+        return Said::no("NoJudges", "spec.replicas is 0: evaluations wait until there is a judge");
+    }
+    if ready == 0 {
+        let hint = format!("kubectl describe pod {}-0 in the operator's namespace says why", names::judge(&name));
+        return Said::no("JudgesNotReady", format!("none of {wanted} judges is ready; {hint}"));
+    }
+    let missing = match facts.missing_namespaces.as_slice() {
+        [] => String::new(),
+        names => format!("; these allowed namespaces don't exist: {}", names.join(", ")),
+    };
+    if ready < wanted {
+        return Said::yes("SomeJudgesReady", format!("{ready} of {wanted} judges are ready{missing}"));
+    }
+    Said::yes("JudgesReady", format!("all {wanted} judges are ready{missing}"))
+}
+
+/// Whether nobody else is on the cards while something is measured.
+fn trusted(pool: &GpuPool, facts: &Facts) -> Said {
+    match pool.spec.sharing {
+        Sharing::Exclusive => {}
+        Sharing::Mig => {
+            return Said::no(
+                "SharedCard",
+                "spec.sharing is Mig: instances of one card share its power and its memory bus; use Exclusive for figures \
+                 that are compared",
+            );
+        }
+        Sharing::TimeSlicing => {
+            return Said::no(
+                "SharedCard",
+                "spec.sharing is TimeSlicing: pods of others may be on the card while something is measured; use Exclusive \
+                 for figures that are compared",
+            );
+        }
+    }
+    let Some(Ok(said)) = &facts.said else { return Said::unknown("NotKnown", "no judge has been heard of yet") };
+    let shared: Vec<&str> = said.each.iter().filter(|j| j.sharing > 1).map(|j| j.card.as_str()).collect();
+    if let Some(card) = shared.first() {
+        let more = said.each.iter().filter(|j| j.card == *card).map(|j| j.pod.as_str()).collect::<Vec<_>>().join(", ");
+        return Said::no(
+            "SharedCard",
+            format!("several judges are on the card {card}: {more}; give each judge a card of its own"),
+        );
+    }
+    if said.each.is_empty() {
+        return Said::unknown("NotKnown", "no judge has been heard of yet");
+    }
+    Said::yes("ExclusiveCards", "each judge has a card of its own")
+}
+
+fn healthy(facts: &Facts) -> Said {
+    let Some(Ok(said)) = &facts.said else { return Said::unknown("NotKnown", "no judge has been heard of yet") };
+    match said.each.iter().filter(|j| !j.unhealthy.is_empty()).collect::<Vec<_>>().as_slice() {
+        [] if said.each.is_empty() => Said::unknown("NotKnown", "no judge has been heard of yet"),
+        [] => Said::yes("CardsWell", "no card says that it isn't well"),
+        [first, ..] => Said::no(
+            "CardUnwell",
+            format!("{}: {}; it gets no work until that is over. Drain or reset the card", first.pod, first.unhealthy),
+        ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+    use crate::wire::v1::{JudgeFacts, PoolFacts};
+
+    fn pool(spec: Value) -> GpuPool {
+        let object = json!({"apiVersion": "kernelfleet.dev/v1alpha1", "kind": "GpuPool", "metadata": {"name": "p", "generation": 2}, "spec": spec});
+        serde_json::from_value(object).unwrap()
+    }
+
+    fn set(ready: i32) -> Option<StatefulSet> {
+        serde_json::from_value(json!({"metadata": {}, "spec": {"selector": {}, "serviceName": "x", "template": {}}, "status": {"replicas": 2, "readyReplicas": ready}})).unwrap()
+    }
+
+    fn line(status: &GpuPoolStatus) -> String {
+        status.conditions.iter().map(|c| format!("{}={} {}: {}\n", c.type_, c.status, c.reason, c.message)).collect()
+    }
+
+    #[test]
+    fn a_pools_conditions_tell_what_is_missing_and_what_to_do() {
+        let cpu = pool(json!({"device": "cpu", "replicas": 2}));
+        let judge = |pod: &str, card: &str, sharing, unhealthy: &str| JudgeFacts {
+            pod: pod.into(),
+            card: card.into(),
+            unhealthy: unhealthy.into(),
+            sharing,
+        };
+        let said = |each: Vec<JudgeFacts>| {
+            Some(Ok(PoolFacts {
+                judges: u32::try_from(each.len()).unwrap(),
+                busy: 0.123_456,
+                each,
+                ..PoolFacts::default()
+            }))
+        };
+        let well = vec![judge("p-judge-0", "n1", 1, ""), judge("p-judge-1", "n2", 1, "")];
+        let sick =
+            vec![judge("p-judge-0", "GPU-1", 2, "Xid 79: fallen off the bus"), judge("p-judge-1", "GPU-1", 2, "")];
+        let facts =
+            |broker, judges, said| Facts { broker, judges, said, ip: Some("10.0.0.1".into()), ..Facts::default() };
+        let stories = [
+            ("nothing is there", Facts::default()),
+            ("the broker starts", facts(set(0), set(0), None)),
+            (
+                "the broker does not answer",
+                facts(set(1), set(0), Some(Err("the broker of pool p can't be reached: refused".into()))),
+            ),
+            ("no judge", facts(set(1), set(0), said(Vec::new()))),
+            ("one judge", facts(set(1), set(1), said(well.clone()))),
+            ("all judges", facts(set(1), set(2), said(well))),
+            ("a card is shared and sick", facts(set(1), set(2), said(sick))),
+        ];
+        let now = Timestamp::from_second(1_800_000_000).unwrap();
+        let mut text = String::new();
+        for (story, facts) in stories {
+            text.push_str(&format!("# {story}\n{}", line(&status(&cpu, "kernelfleet", &Ok(()), None, &facts, now))));
+        }
+        let invalid = Err(validate::Error::Namespace("A b".into()));
+        text.push_str(&format!(
+            "# invalid\n{}",
+            line(&status(&cpu, "kernelfleet", &invalid, None, &Facts::default(), now))
+        ));
+        let sliced = pool(json!({"device": "cuda", "sharing": "TimeSlicing"}));
+        text.push_str(&format!(
+            "# time slicing\n{}",
+            line(&status(
+                &sliced,
+                "kernelfleet",
+                &Ok(()),
+                Some("Service p-broker is there already"),
+                &Facts::default(),
+                now
+            ))
+        ));
+        insta::assert_snapshot!(text);
+    }
+}
