@@ -10,6 +10,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::io::Read;
 use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Component, Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
@@ -208,18 +209,14 @@ impl Builder {
             let path = work.join(name);
             fs::create_dir_all(path.parent().unwrap_or(&work))
                 .and_then(|()| fs::write(&path, text))
+                .and_then(|()| fs::set_permissions(&path, fs::Permissions::from_mode(0o644)))
                 .map_err(|e| fault(&format!("{name} can't be laid out to be built"), &e))?;
         }
         fs::create_dir_all(&work).map_err(|e| fault("no folder to build in", &e))?;
         let confinement = self.confinement(device, folder.path(), &work, &temp);
-        let own = walk(folder.path());
-        for path in &own {
-            let owned = if path.is_dir() {
-                confinement.own(path)
-            } else {
-                confinement.user.map_or(Ok(()), |(u, g)| std::os::unix::fs::chown(path, Some(u), Some(g)))
-            };
-            owned.map_err(|e| fault("the build folder can't be given to its user", &e))?;
+        let own = Owned { confinement: &confinement, folders: folders(folder.path()) };
+        for path in &own.folders {
+            confinement.own(path).map_err(|e| fault("the build folder can't be given to its user", &e))?;
         }
         let mut command = Command::new(compiler);
         command.args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -348,15 +345,29 @@ fn processor() -> String {
     lines.join("\n")
 }
 
-fn walk(folder: &Path) -> Vec<PathBuf> {
+/// Folders that were the compiler's user's; emptied before they are removed.
+struct Owned<'a> {
+    confinement: &'a Confinement,
+    folders: Vec<PathBuf>,
+}
+
+impl Drop for Owned<'_> {
+    fn drop(&mut self) {
+        for folder in &self.folders {
+            self.confinement.empty(folder);
+        }
+    }
+}
+
+/// A folder with all below it. The files in them stay ours, readable by whoever may enter.
+fn folders(folder: &Path) -> Vec<PathBuf> {
     let mut found = vec![folder.to_owned()];
     let mut next = 0;
     while next < found.len() {
-        if found[next].is_dir() {
-            let inside: Vec<PathBuf> =
-                fs::read_dir(&found[next]).into_iter().flatten().flatten().map(|e| e.path()).collect();
-            found.extend(inside);
-        }
+        let inside = fs::read_dir(&found[next]).into_iter().flatten().flatten();
+        let inside: Vec<PathBuf> =
+            inside.filter(|e| e.file_type().is_ok_and(|t| t.is_dir())).map(|e| e.path()).collect();
+        found.extend(inside);
         next += 1;
     }
     found

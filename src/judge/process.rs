@@ -159,7 +159,7 @@ impl Zygote {
             role: role.to_owned(),
             channel,
             pid,
-            uid: confinement.user.map(|u| u.0),
+            user: confinement.user,
             member: Leash::join(pid, confinement.user.map(|u| u.0)),
             isolation: Vec::new(),
             scratch: None,
@@ -183,7 +183,7 @@ pub struct Forked {
     role: String,
     channel: Channel,
     pub pid: i32,
-    uid: Option<u32>,
+    user: Option<(u32, u32)>,
     member: Member,
     pub isolation: Vec<String>,
     /// Its working folder, removed after it.
@@ -213,7 +213,10 @@ impl Forked {
 impl Drop for Forked {
     fn drop(&mut self) {
         self.member.leave();
-        sandbox::kill_all(self.pid, self.uid);
+        sandbox::kill_all(self.pid, self.user.map(|u| u.0));
+        if let Some(scratch) = &self.scratch {
+            Confinement { user: self.user, ..Confinement::default() }.empty(scratch.path());
+        }
     }
 }
 

@@ -129,16 +129,30 @@ impl Confinement {
         Self { user: new_user(), ..Self::default() }
     }
 
-    /// Gives a folder to the child's user, closed to others.
+    /// Gives a folder to the child's user, closed to others. Where we may not give away (root in a container without
+    /// `CAP_CHOWN`), it stays ours and is the group's of the child, which is nobody else's either.
     ///
     /// # Errors
     /// When the folder can't be changed.
     pub fn own(&self, folder: &Path) -> io::Result<()> {
         std::fs::set_permissions(folder, std::fs::Permissions::from_mode(0o700))?;
-        if let Some((uid, gid)) = self.user {
-            std::os::unix::fs::chown(folder, Some(uid), Some(gid))?;
+        let Some((uid, gid)) = self.user else { return Ok(()) };
+        match std::os::unix::fs::chown(folder, Some(uid), Some(gid)) {
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => lend(folder, gid),
+            done => done,
         }
-        Ok(())
+    }
+
+    /// Empties a folder that was the child's after the child's end, as the child's user where root may not look into what
+    /// others have closed (in a container without `CAP_DAC_OVERRIDE`).
+    pub fn empty(&self, folder: &Path) {
+        let Some((uid, gid)) = self.user.filter(|_| !overrides()) else { return };
+        let theirs = |path: &PathBuf| std::fs::symlink_metadata(path).is_ok_and(|m| m.uid() == uid);
+        let entries = std::fs::read_dir(folder).into_iter().flatten().flatten().map(|e| e.path()).filter(theirs);
+        let entries: Vec<PathBuf> = entries.collect();
+        if !entries.is_empty() {
+            let _ = Command::new("/bin/rm").args(["-rf", "--"]).args(entries).uid(uid).gid(gid).status();
+        }
     }
 
     /// What will hold of a child made by `apply`.
@@ -364,6 +378,32 @@ fn confine_self(
         }
     }
     Ok(())
+}
+
+/// Whether we may read and remove what is others'.
+fn overrides() -> bool {
+    static MAY: std::sync::OnceLock<bool> = std::sync::OnceLock::new();
+    *MAY.get_or_init(|| {
+        let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+        let effective = status.lines().find_map(|l| l.strip_prefix("CapEff:"));
+        // CAP_DAC_OVERRIDE is number 1.
+        effective.and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok()).is_none_or(|set| set & 2 != 0)
+    })
+}
+
+/// Makes a folder of ours the group's. The owner of a file may do that if they are of the group, for which it is enough to
+/// be allowed to choose one's groups.
+fn lend(folder: &Path, gid: u32) -> io::Result<()> {
+    static ONE: std::sync::Mutex<()> = std::sync::Mutex::new(());
+    let _one = ONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let ours = nix::unistd::getgroups()?;
+    let mut with = ours.clone();
+    with.push(nix::unistd::Gid::from_raw(gid));
+    nix::unistd::setgroups(&with)?;
+    let lent = std::os::unix::fs::chown(folder, None, Some(gid))
+        .and_then(|()| std::fs::set_permissions(folder, std::fs::Permissions::from_mode(0o770)));
+    nix::unistd::setgroups(&ours)?;
+    lent
 }
 
 /// Kills a child that leads its own session, its process group, and everything of its user if it has one of its
