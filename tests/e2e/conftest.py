@@ -20,6 +20,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 BED = ROOT / "tests" / "cluster"
 HOME = ROOT / ".kernelfleet" / "cluster"
+# Where the chart is.
+SYSTEM = "kernelfleet-system"
+PACKAGES = "/opt/kernelfleet/python/lib/python3.11/site-packages"
 # What up.sh and images.sh ask for, with the Debian package that brings it.
 NEEDED = {
     "containerd": "containerd",
@@ -133,7 +136,8 @@ def program() -> Path:
 
 def script(name: str, *words: str | Path) -> None:
     """One of the test bed's scripts; its output is the test run's."""
-    subprocess.run([BED / name, *words], check=True, stdin=subprocess.DEVNULL)
+    if subprocess.run([BED / name, *words], stdin=subprocess.DEVNULL).returncode != 0:
+        pytest.fail(f"tests/cluster/{name} failed; its words are above", pytrace=False)
 
 
 def traces() -> dict[str, set[str]]:
@@ -193,3 +197,44 @@ def images(cluster: Cluster) -> Cluster:
     if cluster.own:
         script("images.sh", program())
     return cluster
+
+
+@pytest.fixture(scope="session")
+def installed(images: Cluster) -> Cluster:
+    """The cluster with this checkout's chart."""
+    if images.own:
+        script("install.sh")
+    return images
+
+
+def judges(claim: str) -> dict[str, Any]:
+    """What a pool lays over its judges where the image has no PyTorch."""
+    mount = {"name": "pytorch", "mountPath": PACKAGES, "readOnly": True}
+    volume = {"name": "pytorch", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
+    return {"spec": {"containers": [{"name": "judge", "volumeMounts": [mount]}], "volumes": [volume]}}
+
+
+@pytest.fixture(scope="session")
+def pool(installed: Cluster) -> str:
+    """A pool of one judge on the CPU, ready; its ledger outlives the broker's pod."""
+    spec: dict[str, Any] = {"device": "cpu"}
+    if installed.own:
+        spec |= {"podTemplate": judges("pytorch"), "storage": {"size": "1Gi", "storageClassName": "test-bed"}}
+    installed.apply(
+        {"apiVersion": "kernelfleet.dev/v1alpha1", "kind": "GpuPool", "metadata": {"name": "e2e"}, "spec": spec}
+    )
+
+    def ready() -> bool:
+        conditions = installed.get("gpupool", "e2e").get("status", {}).get("conditions", [])
+        return any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
+
+    try:
+        installed.wait("the pool's broker and judge to be ready", 180, ready)
+    except pytest.fail.Exception:
+        for words in (("describe", "gpupool", "e2e"), ("describe", "pods", "-n", SYSTEM), ("events", "-n", SYSTEM)):
+            print(installed.run(*words).stdout)
+        for component in ("operator", "broker", "judge"):
+            selector = f"app.kubernetes.io/component={component}"
+            print(installed.run("logs", "-n", SYSTEM, "-l", selector, "--tail=60", "--prefix").stdout)
+        raise
+    return "e2e"
