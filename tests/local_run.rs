@@ -148,8 +148,12 @@ fn a_job_gives_a_verified_kernel_a_report_and_a_package_and_is_not_done_twice() 
     assert!(second.status.success());
     assert!(String::from_utf8_lossy(&second.stderr).contains("chain: done before"));
     let again: serde_json::Value = serde_json::from_slice(&second.stdout).unwrap();
-    assert_eq!(again["results"], summary["results"]);
-    assert!(began.elapsed() < Duration::from_secs(60), "nothing was to do");
+    assert_eq!(again["before"], serde_json::json!({"tasks": 2, "attempts": chain["attempts"]}));
+    // On a busy machine the best is measured once more.
+    if chain["measurement"] == "exclusive" {
+        assert_eq!(again["results"], summary["results"]);
+        assert!(began.elapsed() < Duration::from_secs(10), "nothing was to do, so nothing was started");
+    }
 
     let package = home.path().join("my_chain");
     let exported = program(home.path())

@@ -17,7 +17,7 @@ reward -1  wrong, or not a candidate at all
 /// Under a table with marked figures.
 const MARKED: &str = "\
 ~          others used the device while this was measured: no figure with this mark is to be trusted, nor a reward that
-           follows from it; judge it again when the machine is quiet (`run --fresh`, or `judge` on the folder best/)";
+           follows from it; when the machine is quiet the same `run` measures it again, or `judge` on the folder best/";
 
 /// Marks a figure that is not to be trusted.
 fn marked(verdict: &Verdict, figure: String) -> String {

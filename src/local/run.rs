@@ -192,10 +192,17 @@ pub fn single(
     one(task, court, policy, settings, progress, stop, true)
 }
 
-/// Tasks without a kept outcome: what a start has to do.
+/// Whether nothing of an outcome rests on a measurement that others disturbed.
+fn trusted(outcome: &Outcome) -> bool {
+    outcome.verdict.as_ref().is_none_or(Verdict::trusted)
+}
+
+/// Tasks without a kept outcome, or with one that is to be measured again: what a start has to do.
 #[must_use]
 pub fn pending<'a>(tasks: &'a [TaskSource], settings: &Settings) -> Vec<&'a TaskSource> {
-    let done = |task: &TaskSource| kept(&task_folder(&settings.folder, &task.name), &key(task, settings)).is_some();
+    let done = |task: &TaskSource| {
+        kept(&task_folder(&settings.folder, &task.name), &key(task, settings)).is_some_and(|o| trusted(&o))
+    };
     tasks.iter().filter(|task| !done(task)).collect()
 }
 
@@ -228,13 +235,20 @@ fn one(
 ) -> Option<Outcome> {
     let folder = task_folder(&settings.folder, &task.name);
     let key = key(task, settings);
-    if let Some(mut outcome) = kept(&folder, &key) {
+    let before = kept(&folder, &key);
+    progress.begin(&task.name);
+    if let Some(mut outcome) = before {
         outcome.before = true;
+        if !trusted(&outcome) {
+            again(task, court, progress, &folder, &key, &mut outcome);
+            if stop.load(Ordering::Relaxed) {
+                return None;
+            }
+        }
         progress.done(&outcome);
         return Some(outcome);
     }
     let began = Instant::now();
-    progress.begin(&task.name);
     let mut attempts = 0;
     let mut outcome = match go(task, court, policy, settings, progress, stop, &folder, &mut attempts) {
         Ok(outcome) => outcome?,
@@ -266,6 +280,24 @@ fn one(
         progress.done(&outcome);
     }
     Some(outcome)
+}
+
+/// Judges the best of an earlier start once more, since others disturbed its measurement then. Where that can't be done
+/// the old verdict stays, with its mark.
+fn again(task: &TaskSource, court: &dyn Court, progress: &Progress, folder: &Path, key: &str, outcome: &mut Outcome) {
+    progress.say(&task.name, "others disturbed its measurement before; judging the best once more");
+    let judged = candidate::read(&folder.join("best")).map_err(|e| Trouble::Fault(e.to_string())).and_then(|best| {
+        let mut verdict = None;
+        let mut bench = court.open(task)?;
+        bench.judge(std::slice::from_ref(&best), Effort::Final, &mut |_, v| verdict = Some(v))?;
+        let verdict = verdict.ok_or_else(|| Trouble::Fault("the judge gave no verdict".into()))?;
+        outcome.verdict = Some(verdict.clone());
+        let record = Record { key: key.to_owned(), outcome: outcome.clone() };
+        keep_judged(folder, task, &best, &verdict).and_then(|()| keep(folder, &record)).map_err(disk)
+    });
+    if let Err(trouble) = judged {
+        progress.note(&format!("{}: the best could not be judged once more: {trouble}", task.name));
+    }
 }
 
 fn empty(task: &TaskSource, reason: Option<String>) -> Outcome {
@@ -605,6 +637,8 @@ mod tests {
         judged: AtomicUsize,
         stop: AtomicBool,
         stop_after: Option<usize>,
+        /// Others disturb every measurement.
+        disturbed: bool,
     }
 
     struct Page<'a>(&'a Paper, String);
@@ -651,7 +685,11 @@ mod tests {
                     self.0.stop.store(true, Ordering::Relaxed);
                 }
                 let speedup: f64 = candidate.files["model_new.py"].parse().unwrap();
-                told(i, if speedup > 0.0 { sample(2, speedup) } else { sample(-1, 0.0) });
+                let mut verdict = if speedup > 0.0 { sample(2, speedup) } else { sample(-1, 0.0) };
+                if self.0.disturbed && verdict.correct {
+                    verdict.measurement = Measurement::Shared;
+                }
+                told(i, verdict);
             }
             Ok(())
         }
@@ -735,6 +773,26 @@ mod tests {
         let third = Paper::default();
         go(&tasks, &third, &settings);
         assert_eq!(third.opened.load(Ordering::Relaxed), 5);
+    }
+
+    #[test]
+    fn what_others_disturbed_is_measured_again_by_the_next_start_and_nothing_else() {
+        let folder = tempfile::tempdir().unwrap();
+        let settings = settings(folder.path());
+        let disturbed = || Paper { disturbed: true, ..Paper::default() };
+        let measurement = |o: &[Option<Outcome>]| o[0].as_ref().unwrap().verdict.as_ref().unwrap().measurement;
+        let tasks = ["softmax", "attention"];
+        assert_eq!(measurement(&go(&tasks, &disturbed(), &settings)), Measurement::Shared);
+        let still = disturbed();
+        let outcomes = go(&tasks, &still, &settings);
+        assert_eq!((still.judged.load(Ordering::Relaxed), measurement(&outcomes)), (1, Measurement::Shared));
+        let quiet = Paper::default();
+        let outcomes = go(&tasks, &quiet, &settings);
+        assert_eq!((quiet.judged.load(Ordering::Relaxed), measurement(&outcomes)), (1, Measurement::Exclusive));
+        assert_eq!(outcomes[0].as_ref().map(|o| (o.attempts, o.before)), Some((4, true)));
+        let third = Paper::default();
+        assert_eq!(measurement(&go(&tasks, &third, &settings)), Measurement::Exclusive);
+        assert_eq!(third.opened.load(Ordering::Relaxed), 0);
     }
 
     #[test]
