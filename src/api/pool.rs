@@ -62,10 +62,11 @@ pub struct GpuPoolSpec {
     #[serde(default = "one")]
     #[schemars(range(min = 0, max = 1024))]
     pub replicas: i32,
-    /// Evaluations that one judge works on at once, so that one's compilation overlaps another's measurement.
-    #[serde(default = "two")]
+    /// Evaluations that one judge works on at once, so that one's compilation overlaps another's measurement; 4 on a card
+    /// and 1 on the CPU if nothing is said.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 1, max = 16))]
-    pub evaluations_per_judge: i32,
+    pub evaluations_per_judge: Option<i32>,
     /// Bounds of one slice of a card.
     #[serde(default)]
     pub slices: Slices,
@@ -233,9 +234,6 @@ pub struct Unhealthy {
 
 fn one() -> i32 {
     1
-}
-fn two() -> i32 {
-    2
 }
 fn max_seconds() -> i32 {
     600

@@ -234,10 +234,11 @@ async fn controllers(arguments: &Arguments, client: Client, metrics: Metrics, st
     let owned = client.clone();
     // Tasks may lie in any ConfigMap; of what is in them nothing is held.
     let maps = || Api::<PartialObjectMeta<ConfigMap>>::all(client.clone());
+    // What a pool owns is in a namespace and the pool is not, which `owns` doesn't see.
     let pools = pools
-        .owns(Api::<StatefulSet>::all(owned.clone()), ours())
-        .owns(Api::<PartialObjectMeta<Service>>::all(owned.clone()), ours())
-        .owns(Api::<PartialObjectMeta<NetworkPolicy>>::all(owned.clone()), ours())
+        .watches(Api::<PartialObjectMeta<StatefulSet>>::all(owned.clone()), ours(), |object| pool_of(&object))
+        .watches(Api::<PartialObjectMeta<Service>>::all(owned.clone()), ours(), |object| pool_of(&object))
+        .watches(Api::<PartialObjectMeta<NetworkPolicy>>::all(owned.clone()), ours(), |object| pool_of(&object))
         .with_config(config())
         .graceful_shutdown_on(stopped(stop.clone()))
         .run(
@@ -297,6 +298,12 @@ async fn controllers(arguments: &Arguments, client: Client, metrics: Metrics, st
         )
         .for_each(|_| async {});
     tokio::join!(pools, endpoints, sets, jobs);
+}
+
+/// The pool that owns an object.
+fn pool_of(object: &impl ResourceExt) -> Option<ObjectRef<Guarded<GpuPool>>> {
+    let owner = object.owner_references().iter().find(|o| o.kind == GpuPool::kind(&()))?;
+    Some(ObjectRef::new(&owner.name))
 }
 
 /// Jobs that haven't started and fulfil a condition: what they wait for may have come.

@@ -183,7 +183,7 @@ fn waits(batch: &Job) -> bool {
 /// What the first pods of a Job that don't run say of themselves.
 async fn trouble(context: &Context, namespace: &str, job: &str) -> Result<Option<String>, kube::Error> {
     let pods: Api<Pod> = Api::namespaced(context.client.clone(), namespace);
-    let list = ListParams::default().labels(&format!("batch.kubernetes.io/job-name={job}")).limit(20);
+    let list = ListParams::default().labels(&format!("batch.kubernetes.io/job-name={job}")).limit(5);
     let found = pods.list(&list).await?;
     Ok(found.items.iter().find_map(complaint))
 }

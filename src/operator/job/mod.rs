@@ -36,7 +36,7 @@ pub enum Error {
 }
 
 /// How often a running job's broker is asked for figures.
-const FIGURES: Duration = Duration::from_secs(20);
+const FIGURES: Duration = Duration::from_secs(30);
 /// How often what waits is looked at, beside the events that end the wait.
 const WAIT: Duration = Duration::from_secs(60);
 /// How soon what failed by a passing fault is tried again.

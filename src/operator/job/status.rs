@@ -337,7 +337,7 @@ pub fn due(
         let of = |c: &k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition| {
             (c.type_.clone(), c.status.clone(), c.reason.clone(), c.message.clone())
         };
-        (s.conditions.iter().map(of).collect::<Vec<_>>(), s.observed_generation, s.best.clone(), s.start_time.clone())
+        (s.conditions.iter().map(of).collect::<Vec<_>>(), s.observed_generation, s.best.clone())
     };
     words(old) != words(new) || last.is_none_or(|l| now.as_second() - l.as_second() >= PROGRESS)
 }
@@ -359,6 +359,10 @@ pub fn news(old: Option<&OptimizationJobStatus>, new: &OptimizationJobStatus) ->
         }
         const GOOD: [&str; 7] =
             ["JobCreated", "Running", "Starting", "Succeeded", "Suspended", "Queued", "PodsWaiting"];
+        // The pass that makes the Job says so, which is news enough.
+        if kind == "Progressing" && matches!(condition.reason.as_str(), "Running" | "Starting") && !news.is_empty() {
+            continue;
+        }
         let bad = !GOOD.contains(&condition.reason.as_str());
         news.push((condition.reason.clone(), condition.message.clone(), bad));
     }

@@ -294,7 +294,6 @@ fn judges(pool: &ValidPool, owner: &OwnerReference, settings: &Settings, ip: &st
                     { "name": "KERNELFLEET_BROKER", "value": broker.url() },
                     { "name": "KERNELFLEET_BROKER_CA_FILE", "value": "/etc/kernelfleet/broker/ca.crt" },
                     { "name": "KERNELFLEET_DEVICE", "value": pool.spec.device.name() },
-                    { "name": "KERNELFLEET_SLOTS", "value": pool.spec.evaluations_per_judge.to_string() },
                     { "name": "KERNELFLEET_LISTEN", "value": "0.0.0.0:8081" },
                     { "name": "KERNELFLEET_CACHE", "value": "/var/cache/kernelfleet" },
                     { "name": "KERNELFLEET_LOG_FORMAT", "value": "json" },
@@ -330,6 +329,9 @@ fn judges(pool: &ValidPool, owner: &OwnerReference, settings: &Settings, ip: &st
         },
     });
     let judge = &mut template["spec"]["containers"][0];
+    if let (Some(slots), Some(env)) = (pool.spec.evaluations_per_judge, judge["env"].as_array_mut()) {
+        env.push(json!({ "name": "KERNELFLEET_SLOTS", "value": slots.to_string() }));
+    }
     match &pool.card {
         Card::Cpu => {}
         Card::Resource(resource) => judge["resources"]["limits"] = json!({ resource.as_str(): "1" }),
