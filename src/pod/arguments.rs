@@ -144,6 +144,9 @@ pub struct Sandbox {
     /// Processes and threads
     #[arg(long, value_name = "N", env = "KERNELFLEET_SANDBOX_PROCESSES")]
     processes: Option<u64>,
+    /// Makes no namespaces, as where a pod's rules allow none
+    #[arg(long, env = "KERNELFLEET_SANDBOX_NO_NAMESPACES", value_parser = clap::builder::FalseyValueParser::new())]
+    no_namespaces: bool,
 }
 
 impl Sandbox {
@@ -164,6 +167,7 @@ impl Sandbox {
                 processes: self.processes.unwrap_or(bounds.processes),
                 ..bounds
             },
+            namespaces: !self.no_namespaces,
             folder: Some(self.folder),
             workspace: Some(self.workspace),
             sealed: self.sealed.or_else(|| usual.is_dir().then_some(usual)),

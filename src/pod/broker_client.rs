@@ -6,6 +6,7 @@
 
 use std::future::Future;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -112,6 +113,8 @@ pub struct Broker {
     settings: Settings,
     runtime: tokio::runtime::Runtime,
     channel: Mutex<Option<Channel>>,
+    /// Milliseconds that a call is tried, once there is little time.
+    hurry: AtomicU64,
 }
 
 impl Broker {
@@ -130,13 +133,22 @@ impl Broker {
             .enable_all()
             .build()
             .map_err(|e| Error::Settings(format!("no event loop: {e}")))?;
-        let broker = Self { settings, runtime, channel: Mutex::default() };
+        let broker = Self { settings, runtime, channel: Mutex::default(), hurry: AtomicU64::new(u64::MAX) };
         // What is wrong with the settings is said before anything waits.
         let _in = broker.runtime.enter();
         broker.connection()?;
         broker.token()?;
         drop(_in);
         Ok(broker)
+    }
+
+    /// From now on no call is tried longer than this, beyond the wait that it asks for.
+    pub fn hurry(&self, patience: Duration) {
+        self.hurry.store(u64::try_from(patience.as_millis()).unwrap_or(u64::MAX), Ordering::Relaxed);
+    }
+
+    fn patience(&self) -> Duration {
+        self.settings.patience.min(Duration::from_millis(self.hurry.load(Ordering::Relaxed)))
     }
 
     fn connection(&self) -> Result<Channel, Error> {
@@ -195,7 +207,6 @@ impl Broker {
         F: Future<Output = Result<Response<A>, Status>>,
     {
         let began = Instant::now();
-        let end = began + asked + self.settings.patience;
         self.runtime.block_on(async {
             for number in 1.. {
                 let mut request = Request::new(request.clone());
@@ -222,10 +233,12 @@ impl Broker {
                 }
                 let wait = wait(number, chance());
                 let last = explained(&status);
-                if Instant::now() + wait >= end {
+                if Instant::now() + wait >= began + asked + self.patience() {
                     return Err(Error::Away { call, seconds: began.elapsed().as_secs_f64(), last });
                 }
-                tracing::info!(call, number, %last, "the broker is asked again");
+                if number == 1 || number % 10 == 0 {
+                    tracing::info!(call, number, %last, "the broker is asked again");
+                }
                 tokio::time::sleep(wait).await;
             }
             Err(Error::Away { call, seconds: began.elapsed().as_secs_f64(), last: String::new() })

@@ -31,6 +31,8 @@ use crate::wire::v1::{
 const PULL: Duration = Duration::from_secs(5);
 /// How long a call for exclusive use waits before it is made again.
 const ACQUIRE: Duration = Duration::from_secs(10);
+/// How long a call is tried once the judge is to end.
+const LAST_CALL: Duration = Duration::from_secs(3);
 /// How often leases are looked at.
 const LOOK: Duration = Duration::from_millis(100);
 /// Judges of other choices (precision, tolerance, ..) that are kept: each is two processes with PyTorch in them.
@@ -166,15 +168,15 @@ impl Worker {
                     working.fetch_sub(1, Ordering::SeqCst);
                 });
             }
+            scope.spawn(|| self.renewals(&working));
             self.watch(&working);
         });
         lock(&self.kept).clear();
         lock(&self.judges).clear();
     }
 
-    /// Ends what is over its time and tells the broker of the rest, until the slots have ended.
+    /// Ends what is over its time, whether the broker is heard or not, until the slots have ended.
     fn watch(&self, working: &AtomicU64) {
-        let mut renewed = Instant::now();
         let mut ending: Option<Instant> = None;
         while working.load(Ordering::SeqCst) > 0 {
             std::thread::sleep(LOOK);
@@ -182,12 +184,21 @@ impl Worker {
             self.leases.expire(now);
             if self.stop.load(Ordering::Relaxed) {
                 let began = *ending.get_or_insert(now);
+                self.broker.hurry(LAST_CALL);
                 if now.duration_since(began) >= self.arguments.grace {
                     self.leases.kill_all(Over::Ending);
                 }
             }
-            if now.duration_since(renewed) >= self.health.renew() {
-                renewed = now;
+        }
+    }
+
+    /// Tells the broker what is worked on, until the slots have ended.
+    fn renewals(&self, working: &AtomicU64) {
+        let mut renewed = Instant::now();
+        while working.load(Ordering::SeqCst) > 0 {
+            std::thread::sleep(LOOK);
+            if renewed.elapsed() >= self.health.renew() {
+                renewed = Instant::now();
                 self.renew();
             }
         }
