@@ -5,6 +5,7 @@
 
 pub mod agent;
 pub mod api;
+pub mod broker;
 pub mod gateway;
 pub mod judge;
 pub mod local;

@@ -82,6 +82,8 @@ enum Subcommands {
     Gateway(pod::arguments::Gateway),
     /// In a judge pod: judges what the broker has for it
     JudgeWorker(pod::arguments::JudgeWorker),
+    /// The broker of a GpuPool: queues evaluations by fair share, hands slices of cards to judges, keeps the ledger
+    Broker(kernelfleet::broker::Arguments),
     /// Prints the definitions of the custom resources
     Crds {
         /// Writes them into this folder instead
@@ -493,6 +495,9 @@ fn dispatch(command: Subcommands) -> Result<u8, Failure> {
             operator::run(operator_arguments(role)).map_err(|e| Failure::Fault(e.to_string()))
         }
         Subcommands::Doctor { output } => commands::doctor(output.get()),
+        Subcommands::Broker(arguments) => {
+            kernelfleet::broker::main(&arguments).map_err(|e| Failure::Fault(e.to_string()))
+        }
         Subcommands::Crds { write, reference } => commands::crds(write.as_deref(), reference.as_deref()),
     };
     done.map(|()| 0)

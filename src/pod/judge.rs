@@ -104,7 +104,11 @@ pub fn main(arguments: Arguments, environment: Environment, stop: &'static Atomi
     let health = Arc::new(Health::default());
     let _serving = health::serve(arguments.listen, Arc::clone(&health)).map_err(|e| setup(&e))?;
     let leases = Arc::new(Leases::default());
-    let slice = Slice::under(Arc::new(Granted { broker: Arc::clone(&broker), leases: Arc::clone(&leases) }));
+    let slice = Slice::under(Arc::new(Granted {
+        broker: Arc::clone(&broker),
+        leases: Arc::clone(&leases),
+        asked: AtomicU64::new(0),
+    }));
     let usual = job::Judge::default();
     let judge = Judge::start(&environment.toolchain, court::options(&usual, arguments.device), Arc::clone(&slice))
         .map_err(|e| setup(&e))?;
@@ -460,12 +464,15 @@ fn json(value: &impl Serialize) -> Result<String, Trouble> {
 struct Granted {
     broker: Arc<Broker>,
     leases: Arc<Leases>,
+    /// Slices that were asked for: a number of its own for each.
+    asked: AtomicU64,
 }
 
 impl Arbiter for Granted {
     fn acquire(&self) -> bool {
         let Some((session, lease)) = WORKING.get() else { return false };
-        let request = AcquireRequest { session, lease, wait_seconds: ACQUIRE.as_secs_f64() };
+        let next = || self.asked.fetch_add(1, Ordering::Relaxed) + 1;
+        let mut request = AcquireRequest { session, lease, wait_seconds: ACQUIRE.as_secs_f64(), number: next() };
         while !self.leases.is_over(lease) {
             let asked = Instant::now();
             match ask!(self.broker, judges.acquire, ACQUIRE, &request) {
@@ -475,6 +482,8 @@ impl Arbiter for Granted {
                     return true;
                 }
                 Ok(_) => {}
+                // The slice was granted, the answer was lost, and its time went by.
+                Err(error) if error.reason() == "slice_over" => request.number = next(),
                 // A lease that the broker does not know any more gives no right to anything.
                 Err(Error::Refused { .. }) => self.leases.kill(lease, Over::Broker),
                 Err(error) => tracing::warn!(%error, "exclusive use was not granted"),
