@@ -106,6 +106,12 @@ def stages(reports: Path) -> list[Stage]:
         Stage("lint", "ruff format", [python, "-m", "ruff", "format", "--check", "agent-image", "tests"], one),
         Stage("lint", "mypy", [python, "-m", "mypy"], one),
         Stage("lint", "clippy", ["cargo", "clippy", "--locked", "--all-targets", "--", "-D", "warnings"], one),
+        Stage(
+            "lint",
+            "cargo doc",
+            ["env", "RUSTDOCFLAGS=-D warnings", "cargo", "doc", "--locked", "--no-deps"],
+            one,
+        ),
         # The snapshots, the custom resources' definitions and the examples are compared by tests of the crate.
         Stage("rust", "cargo test", ["cargo", "test", "--locked"], cargo),
         Stage("python", "pytest", [python, "-m", "pytest", f"--junitxml={report}"], junit(report)),
