@@ -9,6 +9,7 @@ pub mod broker_client;
 pub mod card;
 pub mod gateway;
 pub mod health;
+pub mod init;
 pub mod judge;
 pub mod leases;
 pub mod seal;
@@ -39,6 +40,7 @@ pub fn run_agent(arguments: arguments::Agent) -> u8 {
 /// # Errors
 /// When the device or the toolchain is missing, or the settings are wrong.
 pub fn run_judge(arguments: arguments::JudgeWorker) -> Result<(), Failure> {
+    init::stand_above();
     let device = commands::pick(arguments.device());
     let environment = commands::ready(device)?;
     let stop = commands::interrupts();
