@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds the programs of the test bed from the Go modules beside this file into .kernelfleet/cluster/bin. What is there
-# already, from the same sources, is left alone. Cold it takes about 7 minutes on two cores, most of it `kube`.
+# already, from the same sources, is left alone. Cold it takes minutes, most of them for `kube` and `prometheus`; warm seconds.
 #
 # usage: build.sh [kube|cni|router|pause|helm|prometheus ..]     everything but prometheus if nothing is said
 . "$(dirname "$0")/lib.sh"

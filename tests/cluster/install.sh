@@ -24,6 +24,19 @@ apiVersion: v1
 kind: Namespace
 metadata: {name: $namespace, labels: {pod-security.kubernetes.io/enforce: baseline}}
 ---
+# Bound by the scheduler, which so knows at once that a pod can go.
+apiVersion: storage.k8s.io/v1
+kind: StorageClass
+metadata: {name: test-bed}
+provisioner: kubernetes.io/no-provisioner
+volumeBindingMode: WaitForFirstConsumer
+---
+apiVersion: storage.k8s.io/v1
+kind: StorageClass
+metadata: {name: test-bed-packages}
+provisioner: kubernetes.io/no-provisioner
+volumeBindingMode: WaitForFirstConsumer
+---
 # A claim, since baseline forbids pods to name a folder of the node.
 apiVersion: v1
 kind: PersistentVolume
@@ -57,6 +70,8 @@ spec:
   nodeAffinity: {required: {nodeSelectorTerms: [{matchExpressions: [{key: kubernetes.io/hostname, operator: In, values: [node1]}]}]}}
 K
 done
+# The images keep their names, so what runs of an earlier program would go on with it.
+"$bin/kubectl" -n $namespace delete pods --all --wait=false >/dev/null
 # The definitions may be in already, applied by hand or by a test.
 "$bin/helm" upgrade --install kernelfleet "$chart" --namespace $namespace --take-ownership \
     --values "$here/values.yaml" --wait --timeout 3m "$@" >/dev/null || {

@@ -1,0 +1,222 @@
+"""An episode of a model on the real node: what its sandbox can't reach, and what its key never meets.
+
+The model is a script behind a real HTTP server on the machine; everything between it and the sandbox is the cluster's.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from conftest import SYSTEM, Cluster
+from test_3_jobs import FUSED, Jobs, condition, job
+
+# The machine's address on the bridge that the nodes hang on.
+HOST = "10.77.0.1"
+KEY = "sk-secret-of-the-endpoint"
+# A command of the model, under the sandbox's filter: every family of sockets but one is refused.
+INSIDE = """python3 - <<'P'
+import os, socket
+for family in (socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK, socket.AF_PACKET):
+    try:
+        socket.socket(family, socket.SOCK_RAW if family == socket.AF_PACKET else socket.SOCK_DGRAM)
+        print("OPEN", int(family))
+    except OSError as error:
+        print("refused", int(family), error.errno)
+for path in ("utils/compile.sh", "utils/new.py"):
+    try:
+        open(path, "a").write("x")
+        print("WROTE", path)
+    except OSError as error:
+        print("refused", path, error.errno)
+print("secrets", os.path.exists("/var/run/secrets"), [k for k in os.environ if "TOKEN" in k or "KEY" in k])
+P"""
+# From the container without the filter, as if it had been broken.
+CONNECT = """
+import socket, sys
+for target in sys.argv[1:]:
+    host, port = target.rsplit(":", 1)
+    try:
+        socket.create_connection((host, int(port)), timeout=3).close()
+        print(target, "open")
+    except OSError as error:
+        print(target, "closed")
+"""
+ASK = """
+import sys, urllib.request, urllib.error
+try:
+    print(urllib.request.urlopen(sys.argv[1], timeout=5).status)
+except urllib.error.HTTPError as error:
+    print(error.code)
+"""
+
+
+class Script:
+    """Says one command, then nothing until it is let go, then that it is done."""
+
+    def __init__(self) -> None:
+        self.requests: list[dict[str, Any]] = []
+        self.keys: list[str] = []
+        self.go = threading.Event()
+        script = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                script.requests.append(body)
+                script.keys.append(self.headers.get("authorization", ""))
+                if len(script.requests) > 1:
+                    script.go.wait(120)
+                answer = json.dumps(script.answer(len(script.requests))).encode()
+                self.send_response(200)
+                self.send_header("content-type", "application/json")
+                self.send_header("content-length", str(len(answer)))
+                self.end_headers()
+                self.wfile.write(answer)
+
+            def log_message(self, *words: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer((HOST, 0), Handler)
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.server.server_address[1]}/v1"
+
+    def answer(self, number: int) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": "No kernel of mine is better."}
+        if number == 1:
+            function = {"name": "Bash", "arguments": json.dumps({"command": INSIDE})}
+            message = {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"id": "c1", "type": "function", "function": function}],
+            }
+        return {
+            "id": f"a{number}",
+            "object": "chat.completion",
+            "model": "scripted",
+            "choices": [{"index": 0, "message": message, "finish_reason": "tool_calls" if number == 1 else "stop"}],
+            "usage": {"prompt_tokens": 1000, "completion_tokens": 20, "total_tokens": 1020},
+        }
+
+
+@pytest.fixture(scope="module")
+def model(installed: Cluster) -> Iterator[Script]:
+    """The scripted model; a cluster elsewhere can't reach it."""
+    if not installed.own:
+        pytest.skip("the model runs on this machine, which a cluster given by KUBECONFIG may not reach")
+    script = Script()
+    yield script
+    script.go.set()
+    script.server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def episode(installed: Cluster, pool: str, model: Script) -> Iterator[tuple[Jobs, dict[str, Any]]]:
+    """A job of the model, at the point where the model has seen what its command printed and hasn't answered yet."""
+    namespace = installed.namespace("e2e-model")
+    jobs = Jobs(installed, namespace)
+    installed.apply(
+        {
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "metadata": {"name": "key", "namespace": namespace},
+            "stringData": {"api-key": KEY},
+        },
+        {
+            "apiVersion": "kernelfleet.dev/v1alpha1",
+            "kind": "ModelEndpoint",
+            "metadata": {"name": "scripted", "namespace": namespace},
+            "spec": {
+                "baseUrl": model.url,
+                "apiKeySecret": {"name": "key"},
+                "models": [{"name": "scripted"}],
+                "stream": False,
+            },
+        },
+        job(
+            namespace,
+            "asked",
+            pool,
+            tasks={"inline": [{"name": "fused", "source": FUSED}]},
+            policy={"endpoint": {"name": "scripted", "model": "scripted"}},
+            agent={"maxTurns": 4, "resources": {"cpu": "100m", "memory": "1Gi", "ephemeralStorage": "1Gi"}},
+        ),
+    )
+    try:
+        installed.wait("the model to be asked twice", 240, lambda: len(model.requests) >= 2)
+    except pytest.fail.Exception:
+        jobs.tell("asked")
+        print(installed.run("describe", "modelendpoint", "scripted", "-n", namespace).stdout)
+        print(installed.run("describe", "pods", "-n", namespace).stdout)
+        raise
+    (pod,) = jobs.pods("asked")
+    yield jobs, pod
+    model.go.set()
+    installed.kubectl("delete", "optimizationjobs,modelendpoints", "--all", "-n", namespace, "--timeout=60s")
+    installed.kubectl("delete", "namespace", namespace, "--wait=false")
+
+
+def test_a_command_of_the_model_opens_no_socket_sees_no_secret_and_changes_no_tool(
+    episode: tuple[Jobs, dict[str, Any]], model: Script
+) -> None:
+    del episode
+    said = json.dumps(model.requests[1]["messages"][-1])
+    assert "OPEN" not in said and "WROTE" not in said, said
+    assert said.count("refused") == 6, said
+    assert "secrets False []" in said, said
+
+
+def test_the_key_is_the_gateways_alone(episode: tuple[Jobs, dict[str, Any]], model: Script) -> None:
+    jobs, pod = episode
+    assert set(model.keys) == {f"Bearer {KEY}"}
+    assert KEY not in json.dumps(pod)
+    assert not [v for v in pod["spec"]["volumes"] if "secret" in v]
+
+
+def test_without_its_filter_the_sandbox_reaches_broker_and_gateway_which_refuse_it_and_nothing_else(
+    episode: tuple[Jobs, dict[str, Any]],
+) -> None:
+    jobs, pod = episode
+    cluster = jobs.cluster
+    name = pod["metadata"]["name"]
+
+    def inside(*words: str) -> str:
+        return cluster.kubectl("exec", "-n", jobs.namespace, name, "-c", "sandbox", "--", "python3", "-c", *words)
+
+    (agent,) = (c for c in pod["spec"]["containers"] if c["name"] == "agent")
+    env = {e["name"]: e.get("value", "") for e in agent["env"]}
+    broker = env["KERNELFLEET_BROKER"].removeprefix("https://")
+    gateway = env["KERNELFLEET_GATEWAY"].removeprefix("http://").removesuffix("/v1")
+    judge = cluster.get("pods", "-n", SYSTEM, "-l", "app.kubernetes.io/component=judge")["items"][0]["status"]["podIP"]
+    others = ["10.96.0.1:443", f"{HOST}:6443", "10.77.0.11:10250", f"{judge}:8081"]
+    lines = inside(CONNECT, broker, gateway, *others).splitlines()
+    assert lines == [f"{broker} open", f"{gateway} open", *(f"{other} closed" for other in others)]
+    assert inside(ASK, f"http://{gateway}/v1/models").strip() == "401"
+
+
+def test_the_sandbox_has_no_token_and_no_capability(episode: tuple[Jobs, dict[str, Any]]) -> None:
+    jobs, pod = episode
+    look = "ls /var/run/secrets /run/secrets; grep CapEff /proc/1/status; touch /usr/x /workspace/utils/x; id -u"
+    done = jobs.cluster.run(
+        "exec", "-n", jobs.namespace, pod["metadata"]["name"], "-c", "sandbox", "--", "sh", "-c", look
+    )
+    assert "token" not in done.stdout
+    assert "CapEff:\t0000000000000000" in done.stdout
+    assert done.stderr.count("Read-only file system") == 2, done.stderr
+    assert done.stdout.split()[-1] != "0"
+
+
+def test_an_episode_without_a_kernel_ends_as_what_it_is(episode: tuple[Jobs, dict[str, Any]], model: Script) -> None:
+    jobs, _ = episode
+    model.go.set()
+    found = jobs.until("asked", "Succeeded", "True", seconds=120)
+    assert found["status"]["correct"] == 0
+    assert found["status"]["tokens"]["written"] >= 40
+    assert condition(found, "Failed").get("status") != "True"
