@@ -75,21 +75,6 @@ pub struct Model {
     /// As the server knows it.
     #[schemars(length(min = 1, max = 253))]
     pub name: String,
-    /// What a million tokens cost; nothing is said of cost without it.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub prices: Option<Prices>,
-}
-
-/// Prices of a million tokens, in any currency.
-#[derive(JsonSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
-pub struct Prices {
-    /// Of tokens that the model reads.
-    #[schemars(range(min = 0, max = 1_000_000))]
-    pub read: f64,
-    /// Of tokens that it writes.
-    #[schemars(range(min = 0, max = 1_000_000))]
-    pub written: f64,
 }
 
 /// Limits of all agents together.

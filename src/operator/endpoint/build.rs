@@ -97,6 +97,9 @@ fn deployment(endpoint: &ValidEndpoint, owner: &OwnerReference, settings: &Setti
         ("concurrency", spec.limits.concurrency),
     ];
     args.extend(limits.iter().filter_map(|(flag, value)| value.map(|v| format!("--{flag}={v}"))));
+    args.push(format!("--silence={}", spec.silence_seconds));
+    args.extend(spec.token_ids.then(|| "--token-ids".to_owned()));
+    args.extend((!spec.stream).then(|| "--no-stream".to_owned()));
     let mut mounts = vec![
         json!({ "name": "api", "mountPath": "/var/run/secrets/kubernetes.io/serviceaccount", "readOnly": true }),
         json!({ "name": "tmp", "mountPath": "/tmp" }),
@@ -191,6 +194,7 @@ mod tests {
             "spec": {
                 "baseUrl": "https://api.example.com/v1", "models": [{ "name": "large" }, { "name": "small" }],
                 "apiKeySecret": { "name": "openai" }, "limits": { "requestsPerMinute": 60 },
+                "tokenIds": true, "stream": false,
             },
         }))
         .unwrap();

@@ -12,6 +12,7 @@ use kube::api::{Api, DeleteParams, Patch, PatchParams, PostParams, Preconditions
 use serde_json::{Value, json};
 
 use super::build::{Objects, parallelism, parts, queue};
+use super::status::{promising, reaches};
 use super::validate::ValidJob;
 use crate::api::OptimizationJob;
 use crate::api::job::{BestKernels, OptimizationJobSpec};
@@ -176,6 +177,37 @@ pub async fn follow(context: &Context, job: &OptimizationJob, batch: Job) -> Res
             Ok(None)
         }
     }
+}
+
+/// Whether every task has reached the target, by its verdict.
+///
+/// # Errors
+/// When the broker has no answer.
+pub async fn reached(context: &Context, job: &OptimizationJob, facts: &JobFacts) -> Result<bool, Error> {
+    let Some(target) = job.spec.target.as_ref().filter(|_| promising(&job.spec, facts)) else { return Ok(false) };
+    for best in &facts.best {
+        let uid = job.uid().unwrap_or_default();
+        let result = context.brokers.result(&job.spec.judge.gpu_pool, &uid, &best.task).await?;
+        if !reaches(target, &result.verdict_json) {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+/// Takes the pods of a job away that needs no more of them; the Job stays, suspended.
+///
+/// # Errors
+/// When the Job can't be written.
+pub async fn stop(context: &Context, job: &OptimizationJob, batch: &Job) -> Result<Job, Error> {
+    let jobs: Api<Job> = Api::namespaced(context.client.clone(), &job.namespace().unwrap_or_default());
+    let name = batch.name_any();
+    let change = json!({
+        "metadata": { "annotations": { names::SUSPEND: "true" } },
+        "spec": { "suspend": true },
+    });
+    let parameters = PatchParams { field_manager: Some(names::MANAGER.into()), ..PatchParams::default() };
+    jobs.patch(&name, &parameters, &Patch::Merge(change)).await.map_err(api(&format!("Job {name}")))
 }
 
 /// Deletes a Job with its pods.

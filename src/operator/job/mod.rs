@@ -10,6 +10,8 @@ use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use jiff::Timestamp;
+use k8s_openapi::api::batch::v1::Job;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
 use kube::api::{Api, DeleteParams, Preconditions};
 use kube::runtime::controller::Action;
 use kube::{Resource, ResourceExt};
@@ -117,6 +119,19 @@ async fn pass(context: &Context, job: &OptimizationJob, facts: dereference::Fact
         }
         return (Seen::Started(Box::new(progress)), AGAIN);
     }
+    if let (Some(batch), Some(Ok(said))) = (&batch, &facts.said) {
+        match apply::reached(context, job, said).await {
+            Ok(false) => {}
+            Ok(true) => match stop(context, job, &owner, &facts, batch).await {
+                Ok(best) => {
+                    let progress = Progress { best, reached: true, batch: Some(batch.clone()), ..progress };
+                    return (Seen::Started(Box::new(progress)), AGAIN);
+                }
+                Err(error) => return blocked(&error),
+            },
+            Err(error) => progress.said = Some(Err(error.to_string())),
+        }
+    }
     if facts.source.is_some() {
         // The broker doesn't know the job any more: its ledger is new.
         let told = match validate::validate(job, &facts) {
@@ -160,11 +175,23 @@ async fn pass(context: &Context, job: &OptimizationJob, facts: dereference::Fact
     }
 }
 
+/// Every task has reached its target: pods go, and the job ends.
+async fn stop(
+    context: &Context,
+    job: &OptimizationJob,
+    owner: &OwnerReference,
+    facts: &dereference::Facts,
+    batch: &Job,
+) -> Result<Option<crate::api::job::BestKernels>, apply::Error> {
+    apply::stop(context, job, batch).await?;
+    finish(context, job, owner, facts).await
+}
+
 /// The job has ended: the best kernels are kept, the broker is told.
 async fn finish(
     context: &Context,
     job: &OptimizationJob,
-    owner: &k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference,
+    owner: &OwnerReference,
     facts: &dereference::Facts,
 ) -> Result<Option<crate::api::job::BestKernels>, apply::Error> {
     let pool = job.spec.judge.gpu_pool.clone();

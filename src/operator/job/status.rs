@@ -7,7 +7,8 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use super::build::queue;
 use super::validate;
 use crate::api::job::{
-    BestKernels, Episodes, MOST_RESULTS, OptimizationJob, OptimizationJobStatus, Rates, Speedups, TaskResult, Tokens,
+    Baseline, BestKernels, Episodes, MOST_RESULTS, OptimizationJob, OptimizationJobSpec, OptimizationJobStatus, Rates,
+    Speedups, Target, TaskResult, Tokens,
 };
 use crate::operator::conditions::{Said, cut, get, is_true, set, whole};
 use crate::operator::names;
@@ -39,6 +40,8 @@ pub struct Progress {
     pub trouble: Option<String>,
     /// Where the best kernels were put, once it has ended.
     pub best: Option<BestKernels>,
+    /// Every task has reached the target: the attempts that are left aren't needed.
+    pub reached: bool,
 }
 
 /// How a Job has ended.
@@ -46,6 +49,8 @@ pub struct Progress {
 pub enum End {
     /// Every episode was finished.
     Finished,
+    /// Every task has reached the target before its last attempt.
+    Reached,
     /// Some episodes ended by faults alone, but every task has a finished one.
     SomeFaulted(String),
     /// A task has no finished episode.
@@ -101,6 +106,30 @@ fn tasks_without_end(ranges: &[(i64, i64)], attempts: i64) -> i64 {
             (to - from).max(0)
         })
         .sum()
+}
+
+/// Whether every task may have reached the target, so that a look at the verdicts is worth it: only further attempts could be
+/// spared, and only of a job whose best results are all told.
+#[must_use]
+pub fn promising(spec: &OptimizationJobSpec, facts: &JobFacts) -> bool {
+    let Some(target) = &spec.target else { return false };
+    let all = facts.tasks > 0 && usize::try_from(facts.tasks).is_ok_and(|n| n == facts.best.len());
+    let median = |b: &Best| match target.baseline {
+        Baseline::Eager => b.speedup_eager,
+        Baseline::Compile => b.speedup_compile,
+    };
+    spec.agent.attempts > 1 && all && facts.best.iter().all(|b| median(b) >= target.speedup)
+}
+
+/// Whether a verdict, as JSON, reaches the target by the lower bound of its speedup.
+#[must_use]
+pub fn reaches(target: &Target, verdict: &str) -> bool {
+    let Ok(verdict) = serde_json::from_str::<serde_json::Value>(verdict) else { return false };
+    let baseline = match target.baseline {
+        Baseline::Eager => "eager",
+        Baseline::Compile => "compile",
+    };
+    verdict["correct"] == true && verdict["speedup"][baseline]["low"].as_f64().is_some_and(|low| low >= target.speedup)
 }
 
 /// Whether the status says that the job is over.
@@ -187,7 +216,8 @@ fn started(job: &OptimizationJob, status: &mut OptimizationJobStatus, progress: 
         status.best = Some(best.clone());
     }
     let attempts = job.spec.agent.attempts;
-    match batch.and_then(|b| end(b, attempts)) {
+    let end = if progress.reached { Some(End::Reached) } else { batch.and_then(|b| end(b, attempts)) };
+    match end {
         Some(end) => ended(job, status, &end, progress, now),
         None => {
             let moves = moving(job, progress);
@@ -250,6 +280,7 @@ fn ended(job: &OptimizationJob, status: &mut OptimizationJobStatus, end: &End, p
     };
     let (succeeded, reason, message) = match end {
         End::Finished => (true, "Finished", format!("{figures}{fetch}")),
+        End::Reached => (true, "TargetReached", format!("every task has reached spec.target; {figures}{fetch}")),
         End::SomeFaulted(what) => (true, "FinishedWithFaults", format!("{figures}; {what}{fetch}")),
         End::Failed { reason, message } => (false, *reason, format!("{message}; {figures}")),
     };
@@ -460,7 +491,7 @@ mod tests {
                     batch: batch(&none, &running),
                     trouble: Some("pod demo-0 can't be scheduled: 0/1 nodes".into()),
                     said: good(),
-                    best: None,
+                    ..Progress::default()
                 })),
             ),
             (
@@ -471,7 +502,12 @@ mod tests {
             (
                 "finished",
                 &plain,
-                Seen::Started(Box::new(Progress { batch: batch(&none, &complete), said: good(), best, trouble: None })),
+                Seen::Started(Box::new(Progress {
+                    batch: batch(&none, &complete),
+                    said: good(),
+                    best,
+                    ..Progress::default()
+                })),
             ),
             ("finished without broker", &plain, progress(batch(&none, &complete), Some(Err("unreachable".into())))),
             ("a task is lost", &plain, progress(batch(&none, &failed("1,3")), good())),
@@ -496,6 +532,30 @@ mod tests {
         let mut status = status(&job(&json!({})), &seen, at(0));
         status.conditions.clear();
         insta::assert_json_snapshot!(status);
+    }
+
+    #[test]
+    fn further_attempts_are_spared_once_every_task_has_reached_the_target_by_the_lower_bound() {
+        let spec = job(&json!({ "target": { "speedup": 2.0 }, "agent": { "attempts": 3 } })).spec;
+        let one = JobFacts { tasks: 1, ..facts() };
+        assert!(promising(&spec, &one));
+        assert!(!promising(&spec, &facts()), "a task has no result yet");
+        assert!(!promising(&job(&json!({ "target": { "speedup": 2.0 } })).spec, &one), "there is no further attempt");
+        assert!(!promising(&job(&json!({ "agent": { "attempts": 3 } })).spec, &one), "there is no target");
+        let target = spec.target.unwrap();
+        let verdict =
+            |low: f64| json!({ "correct": true, "speedup": { "eager": { "median": 2.5, "low": low } } }).to_string();
+        assert!(reaches(&target, &verdict(2.0)) && !reaches(&target, &verdict(1.99)));
+        assert!(
+            !reaches(&target, "{") && !reaches(&target, r#"{"correct": false, "speedup": {"eager": {"low": 9.0}}}"#)
+        );
+        let seen = Seen::Started(Box::new(Progress { said: Some(Ok(one)), reached: true, ..Progress::default() }));
+        let status = status(&job(&json!({})), &seen, at(0));
+        assert!(
+            told(&status).contains("Succeeded=True TargetReached: every task has reached spec.target"),
+            "{}",
+            told(&status)
+        );
     }
 
     #[test]

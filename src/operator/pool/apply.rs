@@ -6,10 +6,10 @@ use std::collections::BTreeMap;
 use jiff::Timestamp;
 use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1::Secret;
-use k8s_openapi::api::rbac::v1::RoleBinding;
+use k8s_openapi::api::rbac::v1::{ClusterRoleBinding, RoleBinding};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
-use kube::api::{Api, DeleteParams, ListParams, PartialObjectMeta, PostParams};
-use kube::{Client, ResourceExt};
+use kube::api::{Api, ApiResource, DeleteParams, DynamicObject, ListParams, PartialObjectMeta, PostParams};
+use kube::{Client, Resource, ResourceExt};
 
 use super::build::Objects;
 use super::certificates::{self, Authorities, Step};
@@ -115,25 +115,38 @@ pub async fn objects(context: &Context, objects: &Objects) -> Result<(), Error> 
 /// # Errors
 /// When they can't be listed or deleted.
 pub async fn prune(client: &Client, pool: &str, objects: &Objects) -> Result<(), Error> {
+    prune_kind::<RoleBinding>(client, pool, objects).await?;
+    prune_kind::<ClusterRoleBinding>(client, pool, objects).await
+}
+
+async fn prune_kind<K>(client: &Client, pool: &str, objects: &Objects) -> Result<(), Error>
+where
+    K: Resource<DynamicType = ()> + Clone + std::fmt::Debug + serde::de::DeserializeOwned,
+{
     let failed = |source| Error::Prune { source: Box::new(source) };
-    let api: Api<RoleBinding> = Api::all(client.clone());
+    let api: Api<K> = Api::all(client.clone());
     let selector = format!(
         "app.kubernetes.io/managed-by={},app.kubernetes.io/component=broker,app.kubernetes.io/instance={pool}",
         names::MANAGER
     );
-    let found: kube::core::ObjectList<PartialObjectMeta<RoleBinding>> =
+    let found: kube::core::ObjectList<PartialObjectMeta<K>> =
         api.list_metadata(&ListParams::default().labels(&selector)).await.map_err(failed)?;
     for binding in found.items {
-        let (namespace, name) = (binding.namespace().unwrap_or_default(), binding.name_any());
+        let name = binding.name_any();
         let kept = objects.all.iter().any(|b| {
-            b.resource.kind == "RoleBinding"
-                && b.object.namespace().as_deref() == Some(namespace.as_str())
+            b.resource.kind == K::kind(&())
+                && b.object.namespace() == binding.namespace()
                 && b.object.name_any() == name
         });
-        if !kept {
-            let api: Api<RoleBinding> = Api::namespaced(client.clone(), &namespace);
-            api.delete(&name, &DeleteParams::default()).await.map_err(failed)?;
+        if kept {
+            continue;
         }
+        let kind = ApiResource::erase::<K>(&());
+        let api: Api<DynamicObject> = match binding.namespace() {
+            Some(namespace) => Api::namespaced_with(client.clone(), &namespace, &kind),
+            None => Api::all_with(client.clone(), &kind),
+        };
+        api.delete(&name, &DeleteParams::default()).await.map_err(failed)?;
     }
     Ok(())
 }
