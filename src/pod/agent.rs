@@ -33,6 +33,9 @@ const LAST_GENERATION: u32 = 4;
 /// How long the sandbox is waited for: its container starts before the agent's.
 const SANDBOX: Duration = Duration::from_secs(60);
 
+/// How long the pod of a job that is closed waits for its end.
+const TAKEN_AWAY: Duration = Duration::from_secs(30);
+
 /// What an agent pod is given.
 #[derive(Clone, Debug)]
 pub struct Arguments {
@@ -150,7 +153,15 @@ fn play(arguments: &Arguments) -> Result<(), End> {
 /// would end the index for that one too.
 fn void(error: Error) -> Result<(), End> {
     tracing::info!(%error, reason = error.reason(), "the broker has nothing for this pod");
-    if matches!(error.reason(), "finished" | "closed") { Ok(()) } else { Err(error.into()) }
+    match error.reason() {
+        "finished" => Ok(()),
+        // Suspended, or deleted: the pod is about to be taken away. Of a job that comes back the episode is not over.
+        "closed" => {
+            std::thread::sleep(TAKEN_AWAY);
+            Err(error.into())
+        }
+        _ => Err(error.into()),
+    }
 }
 
 fn finish(broker: &Broker, episode: &Episode, outcome: &Outcome) -> Result<(), End> {
