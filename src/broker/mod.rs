@@ -6,6 +6,7 @@
 pub mod core;
 pub mod facts;
 pub mod ledger;
+pub mod metrics;
 pub mod objects;
 pub mod service;
 

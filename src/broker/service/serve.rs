@@ -46,7 +46,7 @@ pub struct Arguments {
     /// Where objects go: file:///folder or s3://bucket/prefix (credentials from AWS_* variables)
     #[arg(long, value_name = "URL")]
     pub storage: String,
-    /// Address of /healthz and /readyz, plain HTTP
+    /// Address of /metrics, /healthz and /readyz, plain HTTP
     #[arg(long, value_name = "ADDRESS", default_value = "0.0.0.0:9443")]
     pub metrics: SocketAddr,
     /// Name of the GpuPool, for metrics

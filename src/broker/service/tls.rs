@@ -136,3 +136,39 @@ pub fn accept(
     });
     Ok(ReceiverStream::new(receiver))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn write(folder: &Path, parts: (bool, bool)) {
+        let made = rcgen::generate_simple_self_signed(["localhost".to_owned()]).unwrap();
+        if parts.0 {
+            std::fs::write(folder.join("tls.crt"), made.cert.pem()).unwrap();
+        }
+        if parts.1 {
+            std::fs::write(folder.join("tls.key"), made.signing_key.serialize_pem()).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_new_certificate_is_taken_and_half_of_one_is_not() {
+        let folder = tempfile::tempdir().unwrap();
+        let (chain, key) = (folder.path().join("tls.crt"), folder.path().join("tls.key"));
+        write(folder.path(), (true, true));
+        let certificate = Certificate::open(&chain, &key).unwrap();
+        let current = || certificate.current.read().unwrap().1.cert.clone();
+        let first = current();
+        certificate.refresh();
+        assert_eq!(current(), first);
+        // Another certificate without its key: the one before stays.
+        write(folder.path(), (true, false));
+        certificate.refresh();
+        assert_eq!(current(), first);
+        let why = Certificate::open(&chain, &key).unwrap_err().to_string();
+        assert!(why.contains("tls.key can't be used: it isn't the certificate's key"), "{why}");
+        write(folder.path(), (true, true));
+        certificate.refresh();
+        assert_ne!(current(), first);
+    }
+}
