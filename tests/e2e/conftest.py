@@ -250,3 +250,14 @@ def pool(installed: Cluster) -> str:
             print(installed.run("logs", "-n", SYSTEM, "-l", selector, "--tail=60", "--prefix").stdout)
         raise
     return "e2e"
+
+
+@pytest.fixture(scope="session")
+def jobs(installed: Cluster) -> Iterator[Any]:
+    """The jobs of a namespace that enforces `restricted`; they stay until all tests are through."""
+    from work import Jobs
+
+    namespace = installed.namespace("e2e-jobs")
+    yield Jobs(installed, namespace)
+    installed.run("delete", "optimizationjobs", "--all", "-n", namespace, "--timeout=60s")
+    installed.run("delete", "namespace", namespace, "--wait=false")

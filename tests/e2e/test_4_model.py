@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from conftest import SYSTEM, Cluster
-from test_3_jobs import FUSED, Jobs, condition, job
+from work import FUSED, Jobs, condition, job
 
 # The machine's address on the bridge that the nodes hang on.
 HOST = "10.77.0.1"
