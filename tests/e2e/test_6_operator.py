@@ -66,7 +66,7 @@ class Space:
         def there() -> dict[str, Any] | None:
             found = self.find(kind_of, name) or {}
             conditions = found.get("status", {}).get("conditions", [])
-            said = next((c for c in conditions if c["type"] == kind), {})
+            said: dict[str, Any] = next((c for c in conditions if c["type"] == kind), {})
             return found if (said.get("status"), said.get("reason")) == (status, reason) else None
 
         found: dict[str, Any] = self.cluster.wait(f"{name}: {kind}={status} {reason}", 20, there)
