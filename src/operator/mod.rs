@@ -325,6 +325,10 @@ fn jobs_of_map(
     map: &PartialObjectMeta<ConfigMap>,
 ) -> Vec<ObjectRef<Guarded<OptimizationJob>>> {
     let (namespace, name) = (map.namespace(), map.name_any());
+    // One that a job has made itself: it may have gone.
+    if let Some(owner) = map.owner_references().iter().find(|o| o.kind == OptimizationJob::kind(&())) {
+        return vec![ObjectRef::new(&owner.name).within(namespace.as_deref().unwrap_or_default())];
+    }
     let in_set = |job: &OptimizationJob| {
         let set = job.spec.tasks.task_set.as_ref()?;
         let found = sets.get(&ObjectRef::new(&set.name).within(namespace.as_deref().unwrap_or_default()))?;
