@@ -29,9 +29,11 @@ const MOST_TEXT: usize = 1 << 20;
 pub(super) struct JudgeService(pub(super) Arc<Broker>);
 
 impl JudgeService {
+    /// Judges are pods of a StatefulSet, of which at most one of a name runs: a pod that replaces another takes its place at
+    /// once, and what the older one had leased is free.
     async fn judge<T>(&self, request: &Request<T>) -> Result<String, Status> {
         match self.0.caller(request).await? {
-            Caller::Judge { pod_uid, .. } => Ok(pod_uid),
+            Caller::Judge { pod, .. } => Ok(pod),
             other => Err(denied(&other, "judges")),
         }
     }
