@@ -41,7 +41,7 @@ use super::NameReference;
 pub struct GpuPoolSpec {
     /// Where candidates run: on CUDA cards, or on the CPU for trying things out.
     pub device: Device,
-    /// Compute capability that judges must find, such as `sm_90`; whatever the card is if nothing is said.
+    /// Compute capability that its cards must have, such as `sm_90`: the pool isn't `Ready` while judges find another.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(min = 5, max = 8), regex(pattern = r"^sm_[0-9]{2,3}[af]?$"))]
     pub arch: Option<String>,

@@ -82,6 +82,15 @@ fn ready(pool: &GpuPool, checked: &Result<(), validate::Error>, failed: Option<&
         None => return Said::no("Starting", "the broker was not asked yet"),
         Some(Ok(_)) => {}
     }
+    if let (Some(wanted), Some(Ok(said))) = (&pool.spec.arch, &facts.said)
+        && let Some(found) = arch(&said.properties_json)
+        && wanted.trim_end_matches(['a', 'f']) != found
+    {
+        let message = format!(
+            "spec.arch is {wanted}, and a judge found a card of {found}; choose the nodes in spec.podTemplate, or correct spec.arch"
+        );
+        return Said::no("WrongArch", message);
+    }
     let wanted = pool.spec.replicas;
     let ready = facts.judges.as_ref().map_or(0, ready_replicas);
     if wanted == 0 {
@@ -99,6 +108,12 @@ fn ready(pool: &GpuPool, checked: &Result<(), validate::Error>, failed: Option<&
         return Said::yes("SomeJudgesReady", format!("{ready} of {wanted} judges are ready{missing}"));
     }
     Said::yes("JudgesReady", format!("all {wanted} judges are ready{missing}"))
+}
+
+/// Compute capability of a card, by what judges tell of it.
+fn arch(properties: &str) -> Option<String> {
+    let properties: serde_json::Value = serde_json::from_str(properties).ok()?;
+    Some(format!("sm_{}{}", properties["major"].as_u64()?, properties["minor"].as_u64()?))
 }
 
 /// Whether nobody else is on the cards while something is measured.
@@ -165,6 +180,24 @@ mod tests {
 
     fn line(status: &GpuPoolStatus) -> String {
         status.conditions.iter().map(|c| format!("{}={} {}: {}\n", c.type_, c.status, c.reason, c.message)).collect()
+    }
+
+    #[test]
+    fn a_card_of_another_kind_is_told() {
+        let said = |major: u32| PoolFacts {
+            properties_json: json!({ "major": major, "minor": 0 }).to_string(),
+            ..PoolFacts::default()
+        };
+        let facts = |major| Facts { broker: set(1), judges: set(1), said: Some(Ok(said(major))), ..Facts::default() };
+        let now = Timestamp::UNIX_EPOCH;
+        let hopper = pool(json!({"device": "cuda", "arch": "sm_90a"}));
+        let told = |major| line(&status(&hopper, "kernelfleet", &Ok(()), None, &facts(major), now));
+        assert!(
+            told(8).contains("Ready=False WrongArch: spec.arch is sm_90a, and a judge found a card of sm_80"),
+            "{}",
+            told(8)
+        );
+        assert!(told(9).contains("Ready=True JudgesReady"), "{}", told(9));
     }
 
     #[test]
