@@ -139,4 +139,11 @@ impl Verdict {
     pub fn trusted(&self) -> bool {
         self.measurement != Measurement::Shared
     }
+
+    /// Whether it says something of the candidate that holds another time: not when others had the device while it was
+    /// measured, and not when it came too late, which may be their doing too.
+    #[must_use]
+    pub fn counts(&self) -> bool {
+        self.trusted() && self.reason.as_ref().is_none_or(|r| r.code != "timeout")
+    }
 }

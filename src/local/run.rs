@@ -282,8 +282,8 @@ fn one(
     Some(outcome)
 }
 
-/// Judges the best of an earlier start once more, since others disturbed its measurement then. Where that can't be done
-/// the old verdict stays, with its mark.
+/// Judges the best of an earlier start once more, since others disturbed its measurement then. Where that can't be done,
+/// or is disturbed again, the old verdict stays, with its mark.
 fn again(task: &TaskSource, court: &dyn Court, progress: &Progress, folder: &Path, key: &str, outcome: &mut Outcome) {
     progress.say(&task.name, "others disturbed its measurement before; judging the best once more");
     let judged = candidate::read(&folder.join("best")).map_err(|e| Trouble::Fault(e.to_string())).and_then(|best| {
@@ -291,6 +291,9 @@ fn again(task: &TaskSource, court: &dyn Court, progress: &Progress, folder: &Pat
         let mut bench = court.open(task)?;
         bench.judge(std::slice::from_ref(&best), Effort::Final, &mut |_, v| verdict = Some(v))?;
         let verdict = verdict.ok_or_else(|| Trouble::Fault("the judge gave no verdict".into()))?;
+        if !verdict.counts() {
+            return Ok(());
+        }
         outcome.verdict = Some(verdict.clone());
         let record = Record { key: key.to_owned(), outcome: outcome.clone() };
         keep_judged(folder, task, &best, &verdict).and_then(|()| keep(folder, &record)).map_err(disk)
@@ -639,6 +642,8 @@ mod tests {
         stop_after: Option<usize>,
         /// Others disturb every measurement.
         disturbed: bool,
+        /// So much that nothing ends in time.
+        late: bool,
     }
 
     struct Page<'a>(&'a Paper, String);
@@ -688,6 +693,12 @@ mod tests {
                 let mut verdict = if speedup > 0.0 { sample(2, speedup) } else { sample(-1, 0.0) };
                 if self.0.disturbed && verdict.correct {
                     verdict.measurement = Measurement::Shared;
+                }
+                if self.0.late {
+                    verdict = sample(-1, 0.0);
+                    if let Some(reason) = &mut verdict.reason {
+                        reason.code = "timeout".into();
+                    }
                 }
                 told(i, verdict);
             }
@@ -786,6 +797,8 @@ mod tests {
         let still = disturbed();
         let outcomes = go(&tasks, &still, &settings);
         assert_eq!((still.judged.load(Ordering::Relaxed), measurement(&outcomes)), (1, Measurement::Shared));
+        let late = Paper { late: true, ..Paper::default() };
+        assert_eq!(measurement(&go(&tasks, &late, &settings)), Measurement::Shared, "a timeout is no better verdict");
         let quiet = Paper::default();
         let outcomes = go(&tasks, &quiet, &settings);
         assert_eq!((quiet.judged.load(Ordering::Relaxed), measurement(&outcomes)), (1, Measurement::Exclusive));

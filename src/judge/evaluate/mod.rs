@@ -191,7 +191,7 @@ pub(super) fn finish(session: &mut Session, ready: Ready, effort: Effort, more: 
     let Some((_, key)) = known else { return Ok(fresh) };
     let (verdict, keep) = match stored {
         None => {
-            let keep = remember::counts(&fresh);
+            let keep = fresh.counts();
             (fresh, keep)
         }
         Some(entry) => entry.against(plan, fresh),

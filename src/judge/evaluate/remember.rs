@@ -17,7 +17,7 @@ use super::record::Recording;
 use crate::judge::cache::digest;
 use crate::judge::session::Fixed;
 use crate::judge::timing;
-use crate::judge::verdict::{Interval, Measurement, Verdict};
+use crate::judge::verdict::{Interval, Verdict};
 use crate::judge::{Candidate, Effort, Toolchain, build};
 use crate::plan::{BufferKind, Op, Plan};
 
@@ -145,7 +145,7 @@ impl Entry {
     /// What is told where the same was judged anew, and whether that is to be remembered: the remembered verdict where
     /// both agree, so that nobody draws until a measurement is lucky; the worse one, marked, where they don't.
     pub(super) fn against(self, plan: &Plan, fresh: Verdict) -> (Verdict, bool) {
-        if !counts(&fresh) {
+        if !fresh.counts() {
             return (self.told(plan, fresh), false);
         }
         let Some(what) = disagreement(&self.verdict, &fresh) else {
@@ -157,13 +157,6 @@ impl Entry {
         kept.audit.push(format!("judged twice: {what}; the worse verdict stands"));
         (kept, true)
     }
-}
-
-/// Whether a verdict says something of the candidate that holds another time: not when others had the machine
-/// while it was measured, and not when it came too late, which may be their doing too.
-pub(super) fn counts(verdict: &Verdict) -> bool {
-    let late = verdict.reason.as_ref().is_some_and(|r| r.code == "timeout");
-    verdict.measurement != Measurement::Shared && !late
 }
 
 /// What two verdicts on the same can't both be right about.
@@ -200,7 +193,7 @@ pub(super) fn again(share: f64, random: &mut timing::Random) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::judge::verdict::Reason;
+    use crate::judge::verdict::{Measurement, Reason};
 
     fn sample(reward: i32, speedup: f64) -> Verdict {
         let figure = Interval { median: speedup, low: 0.99 * speedup, high: 1.01 * speedup };
@@ -231,10 +224,10 @@ mod tests {
 
     #[test]
     fn what_others_disturbed_is_not_kept() {
-        assert!(counts(&sample(2, 2.0)));
+        assert!(sample(2, 2.0).counts());
         let mut shared = sample(2, 2.0);
         shared.measurement = Measurement::Shared;
-        assert!(!counts(&shared));
+        assert!(!shared.counts());
         let mut late = sample(-1, 0.0);
         late.reason = Some(Reason {
             code: "timeout".into(),
@@ -244,7 +237,7 @@ mod tests {
             launch: None,
             hint: None,
         });
-        assert!(!counts(&late));
+        assert!(!late.counts());
     }
 
     #[test]
