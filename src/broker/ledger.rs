@@ -341,11 +341,11 @@ fn put_change(to: &Transaction<'_>, change: &Change, epoch: f64) -> rusqlite::Re
             .map(drop)
         }
         Change::Judge(judge) => {
-            let Judge { pod, session, instance, before, registration } = judge;
+            let Judge { pod, session, instance, started, before, registration } = judge;
             to.prepare_cached(
-                "INSERT OR REPLACE INTO judges (pod, session, instance, before, registration) VALUES (?1, ?2, ?3, ?4, ?5)",
+                "INSERT OR REPLACE INTO judges (pod, session, instance, started, before, registration) VALUES (?1, ?2, ?3, ?4, ?5, ?6)",
             )?
-            .execute(params![pod, session, instance, json(before)?, json(registration)?])
+            .execute(params![pod, session, instance, started, json(before)?, json(registration)?])
             .map(drop)
         }
         Change::JudgeGone(pod) => to.prepare_cached("DELETE FROM judges WHERE pod = ?1")?.execute([pod]).map(drop),
@@ -536,6 +536,7 @@ fn load(from: &Connection, epoch: f64) -> rusqlite::Result<Kept> {
             pod: r.get("pod")?,
             session: r.get("session")?,
             instance: r.get("instance")?,
+            started: r.get("started")?,
             before: of_json(r, "before")?,
             registration: of_json(r, "registration")?,
         };

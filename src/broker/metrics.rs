@@ -106,11 +106,21 @@ impl Families {
 pub fn families<'a>(pool: &str, now: &PoolNow, jobs: impl Iterator<Item = Facts<'a>>) -> Vec<MetricFamily> {
     let mut out = Families { pool: pool.to_owned(), families: BTreeMap::new() };
     let mut phases = Tally::default();
+    // A job that was deleted and made again under the same name: the one that isn't closed yet beside it has had its time.
+    let mut shown: BTreeMap<(String, String), Facts<'a>> = BTreeMap::new();
     for facts in jobs {
         phases.merge(&facts.usage.tally);
         if facts.job.state != JobState::Closed {
-            job(&mut out, &facts);
+            let name = (facts.job.namespace.clone(), facts.job.name.clone());
+            let latest = |f: &Facts<'_>| f.episodes.iter().map(|(e, _)| e.began).fold(f64::NEG_INFINITY, f64::max);
+            match shown.get(&name) {
+                Some(other) if latest(other) >= latest(&facts) => {}
+                _ => drop(shown.insert(name, facts)),
+            }
         }
+    }
+    for facts in shown.values() {
+        job(&mut out, facts);
     }
     let names: std::collections::BTreeSet<String> =
         phases.family("phase").filter_map(|(l, _)| l.split_once('|').map(|x| x.0.to_owned())).collect();

@@ -251,6 +251,7 @@ impl Worker {
             procedure: PROCEDURE.to_owned(),
             slots: u32::try_from(self.arguments.slots).unwrap_or(1),
             instance: instance(),
+            started: crate::agent::trajectory::now(),
         };
         while !self.stop.load(Ordering::Relaxed) {
             match ask!(self.broker, judges.register, Duration::ZERO, &request) {

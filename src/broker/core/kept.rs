@@ -265,12 +265,14 @@ pub struct Registration {
 }
 
 /// A judge: a pod, and the newest process in it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Judge {
     pub pod: String,
     pub session: u64,
     /// What the process calls itself; empty if it doesn't.
     pub instance: String,
+    /// When the process started, as it says itself: seconds since 1970, 0 if it doesn't.
+    pub started: f64,
     /// Processes of the pod before it.
     pub before: Vec<String>,
     pub registration: Registration,

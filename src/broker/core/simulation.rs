@@ -392,9 +392,9 @@ impl World {
             Request::Finish(pod) => {
                 core.finish(&pod, ending(), &Tally::default(), now).map_or_else(refused, |_| Some(Reply::Finished))
             }
-            Request::Register(pod, instance, name, slots) => {
-                core.register(&pod, &instance, card(name, slots), now).map_or_else(refused, |s| Some(Reply::Session(s)))
-            }
+            Request::Register(pod, instance, name, slots) => core
+                .register(&pod, (&instance, instance.parse().unwrap()), card(name, slots), now)
+                .map_or_else(refused, |s| Some(Reply::Session(s))),
             Request::Pull(pod, session) => {
                 park(&mut self.tickets, true);
                 let pulled = core.pull((&pod, session), rpc, vec![], String::new(), now);
@@ -803,7 +803,7 @@ impl Line {
         let weights = weights.iter().map(|(n, w)| ((*n).to_owned(), *w)).collect();
         let mut core = Core::new(Settings { weights, ..Settings::default() });
         let sessions = (0..judges)
-            .map(|n| core.register(&format!("judge-{n}"), "", card(format!("card-{n}"), 1), 0.0).unwrap())
+            .map(|n| core.register(&format!("judge-{n}"), ("", 0.0), card(format!("card-{n}"), 1), 0.0).unwrap())
             .collect();
         Self { core, dice: Dice(seed), now: 0.0, ends: BinaryHeap::new(), keys: 0, sessions, ticket: 0, renewed: 0.0 }
     }

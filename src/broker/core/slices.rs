@@ -78,14 +78,14 @@ pub struct PoolNow {
 
 impl Core {
     /// A judge says what it is. With an instance that is the newest of its pod already, nothing changes. A new one has
-    /// lost what its pod had leased.
+    /// lost what its pod had leased. `started` tells a new one from a late message of one that is dead.
     ///
     /// # Errors
     /// `Session` for an instance that another one of its pod came after.
     pub fn register(
         &mut self,
         pod: &str,
-        instance: &str,
+        (instance, started): (&str, f64),
         registration: Registration,
         now: Seconds,
     ) -> Result<u64, Refused> {
@@ -96,7 +96,8 @@ impl Core {
                 judge.seen = now;
                 return Ok(judge.row.session);
             }
-            if !instance.is_empty() && judge.row.before.iter().any(|b| b == instance) {
+            let late = started > 0.0 && started < judge.row.started;
+            if late || !instance.is_empty() && judge.row.before.iter().any(|b| b == instance) {
                 return Err(Refused::Session(judge.row.session));
             }
             before.clone_from(&judge.row.before);
@@ -114,7 +115,7 @@ impl Core {
             self.changes.push(Change::Device(registration.clone()));
             self.device = Some(registration.clone());
         }
-        let row = Judge { pod: pod.to_owned(), session, instance: instance.to_owned(), before, registration };
+        let row = Judge { pod: pod.to_owned(), session, instance: instance.to_owned(), started, before, registration };
         self.changes.push(Change::Judge(row.clone()));
         let leases = std::collections::BTreeSet::new();
         let entry = JudgeEntry { row, seen: now, unhealthy: String::new(), warm: Vec::new(), leases };

@@ -7,7 +7,7 @@ use rusqlite::Connection;
 use super::Error;
 
 /// Number `n` of `user_version` is the state after the first `n` migrations.
-pub(super) const MIGRATIONS: [&str; 2] = [
+pub(super) const MIGRATIONS: [&str; 3] = [
     "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
      CREATE TABLE jobs (uid TEXT PRIMARY KEY, namespace TEXT NOT NULL, name TEXT NOT NULL, spec TEXT NOT NULL,
        batch_job TEXT NOT NULL, attempts INTEGER NOT NULL, state TEXT NOT NULL);
@@ -39,6 +39,8 @@ pub(super) const MIGRATIONS: [&str; 2] = [
        text TEXT NOT NULL, PRIMARY KEY (job, idx, generation, first));",
     // Judges that are lost again and again over one evaluation are counted.
     "ALTER TABLE evaluations ADD COLUMN losses INTEGER NOT NULL DEFAULT 0;",
+    // A late message of a judge's dead process is known by its start.
+    "ALTER TABLE judges ADD COLUMN started REAL NOT NULL DEFAULT 0;",
 ];
 
 /// Brings a ledger to the newest schema, each step whole or not at all.

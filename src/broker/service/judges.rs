@@ -84,6 +84,7 @@ impl Judges for JudgeService {
             procedure,
             slots,
             instance,
+            started,
         } = request.into_inner();
         if !["cpu", "cuda"].contains(&device.as_str()) {
             return Err(Status::invalid_argument(format!("device: {device:?} is neither cpu nor cuda")));
@@ -106,7 +107,8 @@ impl Judges for JudgeService {
             slots,
         };
         let renew_seconds = self.0.lock().core.settings().renew_seconds;
-        let session = self.0.call(vec![], |core, now| core.register(&pod, &instance, registration, now)).await?;
+        let session =
+            self.0.call(vec![], |core, now| core.register(&pod, (&instance, started), registration, now)).await?;
         Ok(Response::new(RegisterReply { session, renew_seconds }))
     }
 
