@@ -3,10 +3,9 @@
 kernelfleet judge --task examples/tasks/rms_norm.py --candidate examples/candidates/rms_norm --device cpu
 """
 
+import kernelfleet_ext as kf
 import torch
 from torch import nn
-
-import kernelfleet_ext as kf
 
 k = kf.load("kernels/rms_norm.cpp")
 
