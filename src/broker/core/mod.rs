@@ -186,8 +186,6 @@ struct LeaseEntry {
     row: Lease,
     ends: Seconds,
     renewed: Seconds,
-    /// The judge was told that it is over.
-    told: bool,
     /// Seconds of its exclusive slices that are over.
     exclusive: Seconds,
     /// The newest asking that was answered by a slice.
@@ -346,7 +344,7 @@ impl Core {
                 }
             }
             let ends = now + row.seconds;
-            self.leases.insert(row.id, LeaseEntry { ends, renewed: now, told: false, exclusive: 0.0, served: 0, row });
+            self.leases.insert(row.id, LeaseEntry { ends, renewed: now, exclusive: 0.0, served: 0, row });
         }
         for row in exclusives.into_values() {
             if let Some(lease) = self.leases.get_mut(&row.lease) {

@@ -492,9 +492,13 @@ impl World {
             }
             Reply::Lease(None) => self.pull(n),
             Reply::Over(over) => {
+                // Its work ends, and the broker is told so.
                 for lease in over {
-                    if self.judges[n].work.remove(&lease).is_some() {
-                        self.pull(n);
+                    let (Some(session), pod) = (self.judges[n].session, self.judges[n].pod.clone()) else { continue };
+                    let work = self.judges[n].work.get_mut(&lease);
+                    if let Some(work) = work.filter(|w| w.doing != Doing::Ends) {
+                        work.doing = Doing::Ends;
+                        self.send(who, Request::Complete(pod, session, lease));
                     }
                 }
             }

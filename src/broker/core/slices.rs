@@ -202,29 +202,24 @@ impl Core {
         self.dispatch(now);
     }
 
-    /// A judge works on these leases. Gives those that are over.
+    /// A judge works on these leases. Gives those that are over; it ends each by completing it, whatever it says. That one isn't
+    /// named proves nothing: the message may be an old one.
     ///
     /// # Errors
     /// `Session`.
     pub fn renew(&mut self, (pod, session): (&str, u64), leases: &[u64], now: Seconds) -> Result<Vec<u64>, Refused> {
         self.settle(now);
-        let held = self.judge(pod, session, now)?.leases.clone();
+        self.judge(pod, session, now)?;
         let mut over = Vec::new();
         for id in leases {
             match self.leases.get_mut(id).filter(|l| l.row.session == session && l.row.state == LeaseState::Live) {
                 Some(lease) => {
                     lease.renewed = now;
                     if lease.row.cancelled {
-                        lease.told = true;
                         over.push(*id);
                     }
                 }
                 None => over.push(*id),
-            }
-        }
-        for id in held.iter().filter(|id| !leases.contains(id)) {
-            if self.leases.get(id).is_some_and(|l| l.told) {
-                self.end_lease(*id, End::Cancelled, now);
             }
         }
         self.dispatch(now);
@@ -642,7 +637,7 @@ impl Core {
         }
         let ends = now + lease.seconds;
         self.due = self.due.min(ends).min(now + self.settings.silence());
-        self.leases.insert(id, LeaseEntry { row: lease, ends, renewed: now, told: false, exclusive: 0.0, served: 0 });
+        self.leases.insert(id, LeaseEntry { row: lease, ends, renewed: now, exclusive: 0.0, served: 0 });
         self.wakes.push(Wake::Pulled(parked.ticket, id));
     }
 
