@@ -201,7 +201,8 @@ async fn finish(
     }
     let Some(Ok(said)) = &facts.said else { return Ok(None) };
     let best = apply::best(context, job, owner, said).await?;
-    context.brokers.close_job(&pool, &job.uid().unwrap_or_default(), false).await?;
+    // Nothing more is begun; what it came to is shown until the object is deleted.
+    context.brokers.close_job(&pool, &job.uid().unwrap_or_default(), true).await?;
     Ok(best)
 }
 
