@@ -18,7 +18,7 @@ from recording import Recorder, expectation, load_task, read_files, request_for
 CORPUS = Path(__file__).resolve().parents[1] / "corpus"
 HONEST = sorted((CORPUS / "honest").iterdir())
 HOSTILE = sorted((CORPUS / "hostile").iterdir())
-AT_RUN = {"mismatch", "constants_changed", "build_failed", "shape", "dtype", "impossible"}
+AT_RUN = {"launch_invalid", "mismatch", "constants_changed", "build_failed", "shape", "dtype", "impossible"}
 """Codes of later stages: the recording succeeds."""
 
 
