@@ -6,27 +6,20 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Mutex;
-use std::time::{Duration, Instant};
 
 use futures::future::BoxFuture;
-use k8s_openapi::api::authentication::v1::{TokenReview, TokenReviewSpec, UserInfo};
 use k8s_openapi::api::batch::v1::Job;
 use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
-use kube::api::PostParams;
 use kube::{Api, Client};
 use serde::Deserialize;
 
-use crate::broker::objects::digest;
+use crate::bound::{self, Account, Remembered, Unknown};
 
 /// Audience of the tokens.
 pub const AUDIENCE: &str = "kernelfleet-broker";
 /// The annotation, and the label, that an Indexed Job gives its pods.
 const INDEX: &str = "batch.kubernetes.io/job-completion-index";
-/// How long an answer of the API server is believed.
-const BELIEVED: Duration = Duration::from_secs(25);
-/// Most answers that are remembered.
-const MOST_REMEMBERED: usize = 50_000;
 
 /// Who calls.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -46,17 +39,6 @@ pub struct Agent {
     /// UID of its OptimizationJob.
     pub job_uid: String,
     pub index: u32,
-}
-
-/// Why nobody is known by a token.
-#[derive(Clone, Debug, thiserror::Error)]
-pub enum Unknown {
-    /// The token says nobody that has to do with this broker.
-    #[error("{0}")]
-    Refused(String),
-    /// Nobody can say now; ask again.
-    #[error("{0}")]
-    Unavailable(String),
 }
 
 /// Says who calls.
@@ -162,7 +144,7 @@ pub struct Accounts {
 pub struct Cluster {
     client: Client,
     accounts: Accounts,
-    remembered: Mutex<BTreeMap<String, (Instant, Caller)>>,
+    remembered: Remembered<Caller>,
 }
 
 impl std::fmt::Debug for Cluster {
@@ -174,29 +156,11 @@ impl std::fmt::Debug for Cluster {
 impl Cluster {
     #[must_use]
     pub fn new(client: Client, accounts: Accounts) -> Self {
-        Self { client, accounts, remembered: Mutex::new(BTreeMap::new()) }
-    }
-
-    async fn review(&self, token: &str) -> Result<UserInfo, Unknown> {
-        let review = TokenReview {
-            metadata: ObjectMeta::default(),
-            spec: TokenReviewSpec { audiences: Some(vec![AUDIENCE.to_owned()]), token: Some(token.to_owned()) },
-            status: None,
-        };
-        let reviewed = Api::<TokenReview>::all(self.client.clone()).create(&PostParams::default(), &review).await;
-        let status = reviewed.map_err(|e| unavailable("the token can't be reviewed", &e))?.status.unwrap_or_default();
-        let meant = status.audiences.unwrap_or_default().iter().any(|a| a == AUDIENCE);
-        match status.user {
-            Some(user) if status.authenticated == Some(true) && meant => Ok(user),
-            _ => Err(Unknown::Refused(format!(
-                "the token isn't valid for the audience {AUDIENCE}: {}",
-                status.error.unwrap_or_else(|| "it was refused".to_owned())
-            ))),
-        }
+        Self { client, accounts, remembered: Remembered::default() }
     }
 
     async fn find(&self, token: &str) -> Result<Caller, Unknown> {
-        let user = self.review(token).await?;
+        let user = bound::review(&self.client, AUDIENCE, token).await?;
         let account = Account::of(&user)?;
         if self.accounts.operators.contains(&account.name) {
             return Ok(Caller::Operator);
@@ -229,20 +193,11 @@ impl Cluster {
 impl Identify for Cluster {
     fn identify<'a>(&'a self, token: &'a str) -> BoxFuture<'a, Result<Caller, Unknown>> {
         Box::pin(async move {
-            let key = digest(token.as_bytes());
-            if let Ok(remembered) = self.remembered.lock()
-                && let Some((at, caller)) = remembered.get(&key)
-                && at.elapsed() < BELIEVED
-            {
-                return Ok(caller.clone());
+            if let Some(caller) = self.remembered.get(token) {
+                return Ok(caller);
             }
             let caller = self.find(token).await?;
-            if let Ok(mut remembered) = self.remembered.lock() {
-                if remembered.len() >= MOST_REMEMBERED {
-                    remembered.retain(|_, (at, _)| at.elapsed() < BELIEVED);
-                }
-                remembered.insert(key, (Instant::now(), caller.clone()));
-            }
+            self.remembered.put(token, caller.clone());
             Ok(caller)
         })
     }
@@ -254,32 +209,6 @@ fn refused(why: String) -> Unknown {
 
 fn unavailable(what: &str, error: &kube::Error) -> Unknown {
     Unknown::Unavailable(format!("{what}: {error}"))
-}
-
-/// A service account, as a review names it.
-struct Account {
-    /// `namespace:name`.
-    name: String,
-    namespace: String,
-    pod: Option<(String, String)>,
-}
-
-impl Account {
-    fn of(user: &UserInfo) -> Result<Self, Unknown> {
-        let username = user.username.clone().unwrap_or_default();
-        let name = username.strip_prefix("system:serviceaccount:").unwrap_or_default();
-        let (namespace, _) =
-            name.split_once(':').ok_or_else(|| refused(format!("{username:?} isn't a service account")))?;
-        let extra = |key: &str| user.extra.as_ref().and_then(|e| e.get(key)).and_then(|v| v.first()).cloned();
-        let pod = extra("authentication.kubernetes.io/pod-name").zip(extra("authentication.kubernetes.io/pod-uid"));
-        Ok(Self { name: name.to_owned(), namespace: namespace.to_owned(), pod })
-    }
-
-    fn pod(&self) -> Result<(String, String), Unknown> {
-        self.pod
-            .clone()
-            .ok_or_else(|| refused(format!("the token of {} isn't bound to a pod; use a projected token", self.name)))
-    }
 }
 
 fn completion_index(meta: &ObjectMeta) -> Option<u32> {
@@ -294,6 +223,8 @@ fn controller<'a>(meta: &'a ObjectMeta, kind: &str) -> Option<&'a OwnerReference
 
 #[cfg(test)]
 mod tests {
+    use k8s_openapi::api::authentication::v1::UserInfo;
+
     use super::*;
 
     #[tokio::test]

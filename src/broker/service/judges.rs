@@ -129,17 +129,7 @@ impl Judges for JudgeService {
             broker.kept(batch).await?;
             return Err(status(&refused));
         }
-        let given = tokio::select! {
-            biased;
-            given = &mut receiver => given.ok(),
-            () = tokio::time::sleep_until(until) => None,
-            () = broker.stopped() => None,
-        };
-        // Once it has left, nobody can give it anything; what it was given in this moment counts.
-        let given = given.or_else(|| {
-            broker.leave(ticket);
-            receiver.try_recv().ok()
-        });
+        let given = broker.given(ticket, &mut receiver, until).await;
         let Some((batch, work)) = given else { return Ok(Response::new(PullReply { lease: None })) };
         // Over: the session ended while it waited. The next call says so.
         let Some(work) = work else { return Ok(Response::new(PullReply { lease: None })) };
@@ -170,17 +160,7 @@ impl Judges for JudgeService {
             broker.kept(batch).await?;
             return Err(status(&refused));
         }
-        let given = tokio::select! {
-            biased;
-            given = &mut receiver => given.ok(),
-            () = tokio::time::sleep_until(until) => None,
-            () = broker.stopped() => None,
-        };
-        // Once it has left, nobody can give it anything; what it was given in this moment counts.
-        let given = given.or_else(|| {
-            broker.leave(ticket);
-            receiver.try_recv().ok()
-        });
+        let given = broker.given(ticket, &mut receiver, until).await;
         let none = AcquireReply { granted: false, seconds: 0.0, waited: 0.0, slice: 0 };
         let Some((batch, granted)) = given else { return Ok(Response::new(none)) };
         let Some(granted) = granted else {

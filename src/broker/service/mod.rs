@@ -24,7 +24,8 @@ use super::core::kept::{Evaluation, Job, Lease, Seconds, Task};
 use super::core::{Core, Granted, Refused, Ticket, Wake};
 use super::ledger::{Ledger, Record};
 use super::objects::{self, Objects, SMALL};
-use identify::{Caller, Identify, Unknown};
+use crate::bound::Unknown;
+use identify::{Caller, Identify};
 
 /// Largest message: candidates of a batch.
 pub(super) const MOST_MESSAGE: usize = 96 << 20;
@@ -216,6 +217,26 @@ impl Broker {
         }
         let batch = self.after(&mut state, Vec::new(), now);
         (ticket, result, batch)
+    }
+
+    /// What comes to a ticket until then; nothing once the broker stops.
+    async fn given<T>(
+        &self,
+        ticket: Ticket,
+        receiver: &mut oneshot::Receiver<T>,
+        until: tokio::time::Instant,
+    ) -> Option<T> {
+        let given = tokio::select! {
+            biased;
+            given = &mut *receiver => given.ok(),
+            () = tokio::time::sleep_until(until) => None,
+            () = self.stopped() => None,
+        };
+        // Once it has left, nobody can give it anything; what it was given in this moment counts.
+        given.or_else(|| {
+            self.leave(ticket);
+            receiver.try_recv().ok()
+        })
     }
 
     /// Waits no longer.

@@ -4,31 +4,16 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::{Mutex, PoisonError};
-use std::time::{Duration, Instant};
 
-use k8s_openapi::api::authentication::v1::{TokenReview, TokenReviewSpec, TokenReviewStatus};
-use kube::api::PostParams;
-use kube::{Api, Client};
+use k8s_openapi::api::authentication::v1::UserInfo;
+use kube::Client;
 use serde::Deserialize;
 
-use crate::judge::cache::digest;
+pub use crate::bound::Unknown;
+use crate::bound::{self, Account, Remembered};
 
 /// Audience of the tokens.
 pub const AUDIENCE: &str = "kernelfleet-gateway";
-/// How long an answer of the API server is believed.
-const BELIEVED: Duration = Duration::from_secs(25);
-/// Most answers that are remembered.
-const MOST_REMEMBERED: usize = 50_000;
-
-/// Why nobody is let in.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Unknown {
-    Refused(String),
-    /// Nobody can say now.
-    Unavailable(String),
-}
-
 /// Says who calls: `namespace/pod`.
 pub enum Callers {
     /// Tokens of a file, with the pods that they stand for.
@@ -50,41 +35,27 @@ pub struct Review {
     pub client: Client,
     /// The only namespace whose pods are let in.
     pub namespace: String,
-    remembered: Mutex<BTreeMap<String, (Instant, String)>>,
+    remembered: Remembered<String>,
 }
 
 impl Review {
     #[must_use]
     pub fn new(client: Client, namespace: String) -> Self {
-        Self { client, namespace, remembered: Mutex::default() }
+        Self { client, namespace, remembered: Remembered::default() }
     }
 
     async fn find(&self, token: &str) -> Result<String, Unknown> {
-        let review = TokenReview {
-            spec: TokenReviewSpec { audiences: Some(vec![AUDIENCE.to_owned()]), token: Some(token.to_owned()) },
-            ..TokenReview::default()
-        };
-        let reviewed = Api::<TokenReview>::all(self.client.clone()).create(&PostParams::default(), &review).await;
-        let reviewed = reviewed.map_err(|e| Unknown::Unavailable(format!("the token can't be reviewed: {e}")))?;
-        pod(&reviewed.status.unwrap_or_default(), &self.namespace).map_err(Unknown::Refused)
+        pod(&bound::review(&self.client, AUDIENCE, token).await?, &self.namespace)
     }
 }
 
 /// Whose pod a review speaks of. Pure.
-fn pod(status: &TokenReviewStatus, namespace: &str) -> Result<String, String> {
-    let meant = status.audiences.iter().flatten().any(|a| a == AUDIENCE);
-    if status.authenticated != Some(true) || !meant {
-        let why = status.error.as_deref().unwrap_or("it was refused");
-        return Err(format!("the token isn't valid for the audience {AUDIENCE}: {why}"));
-    }
-    let user = status.user.clone().unwrap_or_default();
-    let name = user.username.unwrap_or_default();
-    let of = name.strip_prefix("system:serviceaccount:").and_then(|rest| rest.split_once(':')).map(|(of, _)| of);
-    if of != Some(namespace) {
-        return Err(format!("{name:?} isn't of the namespace {namespace}, which this endpoint belongs to"));
-    }
-    let pod = user.extra.as_ref().and_then(|e| e.get("authentication.kubernetes.io/pod-name")).and_then(|v| v.first());
-    let pod = pod.ok_or_else(|| format!("the token of {name} isn't bound to a pod; use a projected token"))?;
+fn pod(user: &UserInfo, namespace: &str) -> Result<String, Unknown> {
+    let account = Account::of(user).ok().filter(|a| a.namespace == namespace).ok_or_else(|| {
+        let name = user.username.as_deref().unwrap_or_default();
+        Unknown::Refused(format!("{name:?} isn't of the namespace {namespace}, which this endpoint belongs to"))
+    })?;
+    let (pod, _) = account.pod()?;
     Ok(format!("{namespace}/{pod}"))
 }
 
@@ -117,20 +88,11 @@ impl Callers {
                 known.get(token).cloned().ok_or_else(|| Unknown::Refused("the token isn't one of --tokens".into()))
             }
             Self::Reviewed(review) => {
-                let key = digest([token.as_bytes()]);
-                let known = {
-                    let remembered = review.remembered.lock().unwrap_or_else(PoisonError::into_inner);
-                    remembered.get(&key).filter(|(at, _)| at.elapsed() < BELIEVED).map(|(_, who)| who.clone())
-                };
-                if let Some(who) = known {
+                if let Some(who) = review.remembered.get(token) {
                     return Ok(who);
                 }
                 let who = review.find(token).await?;
-                let mut remembered = review.remembered.lock().unwrap_or_else(PoisonError::into_inner);
-                if remembered.len() >= MOST_REMEMBERED {
-                    remembered.retain(|_, (at, _)| at.elapsed() < BELIEVED);
-                }
-                remembered.insert(key, (Instant::now(), who.clone()));
+                review.remembered.put(token, who.clone());
                 Ok(who)
             }
         }
@@ -139,17 +101,24 @@ impl Callers {
 
 #[cfg(test)]
 mod tests {
+    use k8s_openapi::api::authentication::v1::TokenReviewStatus;
+
     use super::*;
-    use k8s_openapi::api::authentication::v1::UserInfo;
+
+    fn pod(status: &TokenReviewStatus, namespace: &str) -> Result<String, String> {
+        let user = bound::user(status.clone(), AUDIENCE);
+        user.and_then(|user| super::pod(&user, namespace)).map_err(|unknown| unknown.to_string())
+    }
 
     fn review(user: &str, audience: &str, bound: bool) -> TokenReviewStatus {
-        let name = ("authentication.kubernetes.io/pod-name".to_owned(), vec!["agent-3".to_owned()]);
+        let of_pod =
+            |key: &str, value: &str| (format!("authentication.kubernetes.io/pod-{key}"), vec![value.to_owned()]);
         TokenReviewStatus {
             authenticated: Some(true),
             audiences: Some(vec![audience.to_owned()]),
             user: Some(UserInfo {
                 username: Some(user.to_owned()),
-                extra: bound.then(|| [name].into()),
+                extra: bound.then(|| [of_pod("name", "agent-3"), of_pod("uid", "u")].into()),
                 ..UserInfo::default()
             }),
             error: None,
