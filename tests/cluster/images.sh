@@ -22,7 +22,9 @@ began=$(date +%s)
 if ! build inspect --type image $base >/dev/null 2>&1; then
     say "making the base image (once, about a minute)"
     [ -f "$store/base.tar" ] || {
-        mmdebstrap --mode=root --variant=minbase --include=ca-certificates --quiet bookworm "$store/base.tar.part"
+        # Its format is named: mmdebstrap takes any other ending than .tar for a folder.
+        rm -rf "$store/base.tar" "$store/base.tar.part"
+        mmdebstrap --mode=root --variant=minbase --format=tar --include=ca-certificates --quiet bookworm "$store/base.tar.part"
         mv "$store/base.tar.part" "$store/base.tar"
     }
     container=$(build from scratch)

@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -136,19 +137,34 @@ def program() -> Path:
     return max(built, key=lambda p: p.stat().st_mtime)
 
 
+def attempt(name: str, *words: str | Path) -> str | None:
+    """Runs one of the test bed's scripts; its output is the test run's as it comes. If it fails, its last words."""
+    last: deque[str] = deque(maxlen=12)
+    with subprocess.Popen(
+        [BED / name, *words], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            last.append(line)
+            print(line, end="", flush=True)
+    return f"tests/cluster/{name} failed:\n{''.join(last)}" if process.returncode else None
+
+
 def script(name: str, *words: str | Path) -> None:
-    """One of the test bed's scripts; its output is the test run's."""
-    if subprocess.run([BED / name, *words], stdin=subprocess.DEVNULL).returncode != 0:
-        pytest.fail(f"tests/cluster/{name} failed; its words are above", pytrace=False)
+    """One of the test bed's scripts, which has to succeed."""
+    words_of_it = attempt(name, *words)
+    if words_of_it:
+        pytest.fail(words_of_it, pytrace=False)
 
 
 def prepare(name: str, *words: str | Path) -> None:
     """As `script`, for what depends on the machine and its network: where it fails there is no cluster to test on, which
     the count of skipped tests says. Under CI that is a failure."""
-    if os.environ.get("CI"):
-        script(name, *words)
-    elif subprocess.run([BED / name, *words], stdin=subprocess.DEVNULL).returncode != 0:
-        pytest.skip(f"this machine has no cluster: tests/cluster/{name} failed; its words are above")
+    words_of_it = attempt(name, *words)
+    if words_of_it and os.environ.get("CI"):
+        pytest.fail(words_of_it, pytrace=False)
+    elif words_of_it:
+        pytest.skip(f"this machine has no cluster: {words_of_it}")
 
 
 def traces() -> dict[str, set[str]]:
