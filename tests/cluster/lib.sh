@@ -13,8 +13,9 @@ state=$home/state
 # Sockets: their paths have to be short.
 run=/run/kernelfleet
 kubeconfig=$home/kubeconfig
-# One cgroup holds all that the cluster ever starts, so that `down` needs no names.
-group=kernelfleet
+# One cgroup holds all that the cluster ever starts, so that `down` needs no names. Another name is for a second cluster, in
+# a network and a mount namespace of its own.
+group=${KERNELFLEET_CLUSTER_GROUP:-kernelfleet}
 
 bridge=kf0
 host_ip=10.77.0.1
