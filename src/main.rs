@@ -84,6 +84,15 @@ enum Subcommands {
     JudgeWorker(pod::arguments::JudgeWorker),
     /// The broker of a GpuPool: queues evaluations by fair share, hands slices of cards to judges, keeps the ledger
     Broker(kernelfleet::broker::Arguments),
+    /// Copies a broker's ledger while the broker runs: a backup
+    LedgerCopy {
+        /// The ledger
+        #[arg(long, value_name = "FILE", default_value = "/var/lib/kernelfleet/ledger.db")]
+        ledger: PathBuf,
+        /// New file that gets the copy; standard output if nothing is said
+        #[arg(long, value_name = "FILE")]
+        to: Option<PathBuf>,
+    },
     /// Prints the definitions of the custom resources
     Crds {
         /// Writes them into this folder instead
@@ -497,6 +506,9 @@ fn dispatch(command: Subcommands) -> Result<u8, Failure> {
         Subcommands::Doctor { output } => commands::doctor(output.get()),
         Subcommands::Broker(arguments) => {
             kernelfleet::broker::main(&arguments).map_err(|e| Failure::Fault(e.to_string()))
+        }
+        Subcommands::LedgerCopy { ledger, to } => {
+            kernelfleet::broker::ledger::backup(&ledger, to.as_deref()).map_err(|e| Failure::Fault(e.to_string()))
         }
         Subcommands::Crds { write, reference } => commands::crds(write.as_deref(), reference.as_deref()),
     };

@@ -453,3 +453,117 @@ async fn a_broker_that_is_killed_again_and_again_comes_to_the_ledger_of_one_that
     assert_eq!(whole.len(), killed.len());
     assert_eq!(whole_metrics, killed_metrics);
 }
+
+/// One episode of job `uid`, from its beginning to its end, with `text` as its candidate.
+async fn whole_episode(broker: &Broker, session: u64, uid: &str, text: &str) {
+    let mut agent = broker.agent(uid, 0, &format!("pod-{uid}"));
+    let mut judge = broker.judge("judge");
+    agent.begin(BeginRequest {}).await.unwrap();
+    let asking = tokio::spawn({
+        let (mut agent, text) = (agent.clone(), text.to_owned());
+        async move { agent.evaluate(evaluate("final", Op::Final, &text, 30.0)).await.unwrap().into_inner() }
+    });
+    let pulled = judge.pull(PullRequest { session, wait_seconds: 30.0, ..PullRequest::default() }).await.unwrap();
+    let complete = CompleteRequest {
+        session,
+        lease: pulled.into_inner().lease.unwrap().id,
+        state: State::Done.into(),
+        answer_json: json!([verdict(2, 1.5)]).to_string(),
+        ..CompleteRequest::default()
+    };
+    judge.complete(complete).await.unwrap();
+    assert_eq!(asking.await.unwrap().state(), State::Done);
+    let line = json!({"at": 1.0, "kind": "turn", "turn": 1, "content": "", "calls": [], "finish": "stop",
+        "usage": {"prompt": 10, "completion": 4}});
+    agent.append(AppendRequest { first: 0, lines: vec![line.to_string()] }).await.unwrap();
+    let outcome_json = json!({"task": "t0", "state": "judged", "attempts": 1, "seconds": 2.0}).to_string();
+    agent.finish(FinishRequest { outcome_json }).await.unwrap();
+}
+
+/// Files below a folder.
+fn files(folder: &std::path::Path) -> Vec<std::path::PathBuf> {
+    let Ok(entries) = std::fs::read_dir(folder) else { return vec![] };
+    entries
+        .flat_map(|entry| {
+            let path = entry.unwrap().path();
+            if path.is_dir() { files(&path) } else { vec![path] }
+        })
+        .collect()
+}
+
+async fn until(what: &str, mut ready: impl AsyncFnMut() -> bool) {
+    for _ in 0..600 {
+        if ready().await {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    panic!("waited in vain until {what}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_job_that_was_closed_is_forgotten_with_all_that_it_alone_named() {
+    let mut broker = Broker::start(&["--retention-seconds", "1"]);
+    broker.ready().await;
+    let mut operator = broker.operator();
+    let session = broker.judge("judge").register(registration("card", 1)).await.unwrap().into_inner().session;
+    let (shared, own) = ("x".repeat(100_000), "y".repeat(100_000));
+    // The tasks' sources are the same in all of them; two candidates are too large for the ledger.
+    for (uid, text) in [("one", &shared), ("two", &shared), ("own", &own)] {
+        operator.put_job(tokio_stream::iter(job(uid, 1, 1))).await.unwrap();
+        whole_episode(&broker, session, uid, text).await;
+    }
+    let objects = broker.folder.path().join("objects");
+    until("trajectories are objects", async || files(&objects.join("trajectories")).len() == 3).await;
+    assert_eq!((files(&objects.join("blobs")).len(), files(&objects.join("results")).len()), (2, 3));
+    let close = |uid: &str, keep| CloseJobRequest { uid: uid.into(), keep };
+    // One that may come back isn't forgotten.
+    operator.close_job(close("two", true)).await.unwrap();
+    operator.close_job(close("one", false)).await.unwrap();
+    operator.close_job(close("own", false)).await.unwrap();
+    broker.kill_and_start();
+    broker.ready().await;
+    until("only one job is left", async || {
+        let mut operator = broker.operator();
+        let mut known = Vec::new();
+        for uid in ["one", "two", "own"] {
+            known.push(operator.get_job(GetJobRequest { uid: uid.into() }).await.unwrap().into_inner().known);
+        }
+        known == [false, true, false] && files(&objects).len() == 3
+    })
+    .await;
+    assert!(objects.join("results/two/0/1.json").exists());
+    // A copy of what is left is a ledger, and never takes a file's place.
+    let copy = broker.folder.path().join("copy.db");
+    let copied = |to: &std::path::Path| {
+        let program = env!("CARGO_BIN_EXE_kernelfleet");
+        let mut command = std::process::Command::new(program);
+        command.args(["ledger-copy", "--ledger"]).arg(broker.ledger()).arg("--to").arg(to).output().unwrap()
+    };
+    assert!(copied(&copy).status.success());
+    let again = copied(&copy);
+    assert!(!again.status.success() && String::from_utf8_lossy(&again.stderr).contains("already exists"), "{again:?}");
+    let opened = rusqlite::Connection::open(&copy).unwrap();
+    assert_eq!(opened.query_row("SELECT uid FROM jobs", [], |r| r.get::<_, String>(0)).unwrap(), "two");
+    let mut operator = broker.operator();
+    let ask = GetResultRequest { uid: "two".into(), task: "t0".into() };
+    let result = operator.get_result(ask).await.unwrap().into_inner();
+    assert_eq!((result.candidate, result.task_source.as_str()), (Some(candidate(&shared)), "# task 0"));
+    let ledger = rusqlite::Connection::open(broker.ledger()).unwrap();
+    let count = |sql: &str| ledger.query_row(sql, [], |r| r.get::<_, i64>(0)).unwrap();
+    assert_eq!(count("SELECT COUNT(*) FROM evaluations"), 1);
+    assert_eq!(count("SELECT COUNT(*) FROM blobs"), 1);
+    operator.close_job(close("two", false)).await.unwrap();
+    until("nothing is left", async || files(&objects).is_empty()).await;
+    let tables =
+        ["jobs", "tasks", "usage", "episodes", "evaluations", "leases", "exclusives", "blobs", "lines", "uses"];
+    for table in tables.into_iter().chain(["leftovers"]) {
+        until(table, async || count(&format!("SELECT COUNT(*) FROM {table}")) == 0).await;
+    }
+    // The same content again is kept again.
+    operator.put_job(tokio_stream::iter(job("next", 1, 1))).await.unwrap();
+    let session = broker.judge("judge").register(registration("card", 1)).await.unwrap().into_inner().session;
+    whole_episode(&broker, session, "next", &shared).await;
+    let ask = GetResultRequest { uid: "next".into(), task: "t0".into() };
+    assert_eq!(operator.get_result(ask).await.unwrap().into_inner().candidate, Some(candidate(&shared)));
+}

@@ -76,6 +76,10 @@ pub struct GpuPoolSpec {
     /// Volume of the broker's ledger. Without one the ledger lies in the pod and is lost with it: for trying things out.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub storage: Option<Storage>,
+    /// How long ledger and objects keep a job after its OptimizationJob was deleted; 30 days if nothing is said.
+    #[serde(default = "retention_seconds")]
+    #[schemars(range(min = 1, max = 315_360_000))]
+    pub retention_seconds: i32,
     /// Namespaces whose jobs may use the pool; `*` is all of them.
     #[serde(default = "everywhere")]
     #[schemars(length(min = 1, max = 256), inner(length(min = 1, max = 63)), extend("x-kubernetes-list-type" = "set"))]
@@ -234,6 +238,9 @@ pub struct Unhealthy {
 
 fn one() -> i32 {
     1
+}
+fn retention_seconds() -> i32 {
+    2_592_000
 }
 fn max_seconds() -> i32 {
     1200

@@ -6,18 +6,21 @@
 
 mod schema;
 
+use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use rusqlite::{Connection, OptionalExtension, Row, Transaction, params};
+use rusqlite::{Connection, OpenFlags, OptionalExtension, Row, Transaction, params};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::sync::watch;
 
-use super::core::kept::{Change, Episode, Evaluation, Exclusive, Job, Judge, Kept, Lease, Seconds, Task, Usage};
+use super::core::kept::{
+    Change, Episode, Evaluation, EvaluationState, Exclusive, Job, Judge, Kept, Lease, Seconds, Task, Usage,
+};
 
 /// Why the ledger can't be used.
 #[derive(Debug, thiserror::Error)]
@@ -30,6 +33,10 @@ pub enum Error {
     Newer { path: PathBuf, found: i64, known: i64 },
     #[error("the ledger {path} can't be written by a thread: {source}")]
     Thread { path: PathBuf, source: std::io::Error },
+    #[error("a ledger isn't for a terminal: write it to a file, with `> copy.db` or --to copy.db")]
+    Terminal,
+    #[error("the copy can't be written: {0}")]
+    Copy(std::io::Error),
     /// What was promised can't be kept; the broker has to start again from what is.
     #[error("the ledger can't be written any more")]
     Broken,
@@ -59,6 +66,26 @@ pub enum Record {
         generation: u32,
         before: u64,
     },
+    /// The objects of a leftover are gone.
+    Removed(Leftover),
+}
+
+/// Objects that nobody will ask for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Leftover {
+    /// Trajectories and results of a job, by its UID.
+    Job(String),
+    /// Content, by its digest.
+    Blob(String),
+}
+
+impl Leftover {
+    const fn row(&self) -> (&'static str, &String) {
+        match self {
+            Self::Job(uid) => ("job", uid),
+            Self::Blob(digest) => ("blob", digest),
+        }
+    }
 }
 
 /// A generation of an episode, as a key.
@@ -195,6 +222,35 @@ impl Ledger {
         })
     }
 
+    /// Jobs that have been closed for so many seconds.
+    ///
+    /// # Errors
+    /// When they can't be read.
+    pub fn closed(&self, seconds: f64) -> Result<Vec<String>, Error> {
+        self.reading(|c| {
+            c.prepare_cached("SELECT uid FROM jobs WHERE state = 'closed' AND closed <= strftime('%s', 'now') - ?1")?
+                .query_map([seconds], |r| r.get(0))?
+                .collect()
+        })
+    }
+
+    /// Objects that are to be removed. Content that a job has come to name since then isn't among them.
+    ///
+    /// # Errors
+    /// When they can't be read.
+    pub fn leftovers(&self) -> Result<Vec<Leftover>, Error> {
+        self.reading(|c| {
+            c.prepare_cached(
+                "SELECT kind, name FROM leftovers WHERE kind = 'job' OR name NOT IN (SELECT digest FROM uses)",
+            )?
+            .query_map([], |r| {
+                let name = r.get(1)?;
+                Ok(if r.get::<_, String>(0)? == "job" { Leftover::Job(name) } else { Leftover::Blob(name) })
+            })?
+            .collect()
+        })
+    }
+
     fn reading<T>(&self, what: impl FnOnce(&Connection) -> rusqlite::Result<T>) -> Result<T, Error> {
         what(&lock(&self.read)).map_err(|source| Error::Sqlite { path: self.path.clone(), what: "read", source })
     }
@@ -210,6 +266,35 @@ impl Drop for Ledger {
     fn drop(&mut self) {
         self.close();
     }
+}
+
+/// Writes a ledger as it is now into a new file, or to standard output, while its broker runs.
+///
+/// # Errors
+/// When it can't be read, or `to` is there already or can't be written, or standard output is a terminal.
+pub fn backup(path: &Path, to: Option<&Path>) -> Result<(), Error> {
+    let Some(to) = to else {
+        let mut out = std::io::stdout().lock();
+        if out.is_terminal() {
+            return Err(Error::Terminal);
+        }
+        // Beside the ledger there is room for a second one; elsewhere, who knows.
+        let beside = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or_else(|| Path::new("."));
+        let folder = tempfile::tempdir_in(beside).map_err(Error::Copy)?;
+        let whole = folder.path().join("copy.db");
+        copy(path, &whole)?;
+        let mut file = std::fs::File::open(&whole).map_err(Error::Copy)?;
+        return std::io::copy(&mut file, &mut out).map(drop).map_err(Error::Copy);
+    };
+    copy(path, to)
+}
+
+fn copy(path: &Path, to: &Path) -> Result<(), Error> {
+    let failed = |what| move |source| Error::Sqlite { path: path.to_path_buf(), what, source };
+    let flags = OpenFlags::SQLITE_OPEN_READ_WRITE | OpenFlags::SQLITE_OPEN_NO_MUTEX;
+    let connection = Connection::open_with_flags(path, flags).map_err(failed("opened"))?;
+    connection.busy_timeout(Duration::from_secs(10)).map_err(failed("opened"))?;
+    connection.execute("VACUUM INTO ?1", [to.display().to_string()]).map_err(failed("copied")).map(drop)
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -281,6 +366,10 @@ fn put(to: &Transaction<'_>, record: &Record, epoch: f64) -> rusqlite::Result<()
             .prepare_cached("DELETE FROM lines WHERE job = ?1 AND idx = ?2 AND generation = ?3 AND first < ?4")?
             .execute(params![job, index, generation, before])
             .map(drop),
+        Record::Removed(leftover) => {
+            let (kind, name) = leftover.row();
+            to.prepare_cached("DELETE FROM leftovers WHERE kind = ?1 AND name = ?2")?.execute([kind, name]).map(drop)
+        }
     }
 }
 
@@ -303,6 +392,9 @@ fn put_change(to: &Transaction<'_>, change: &Change, epoch: f64) -> rusqlite::Re
         Change::Episode(episode) => put_episode(to, episode, epoch),
         Change::Evaluation(e) => {
             let Evaluation { id, job, index, generation, key, op, task, candidates, state, enqueued, losses } = e;
+            if *state == EvaluationState::Queued {
+                put_uses(to, job, candidates)?;
+            }
             to.prepare_cached(
                 "INSERT INTO evaluations (id, job, idx, generation, key, op, task, candidates, state, enqueued, losses) \
                  VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11) \
@@ -349,14 +441,51 @@ fn put_change(to: &Transaction<'_>, change: &Change, epoch: f64) -> rusqlite::Re
             .map(drop)
         }
         Change::JudgeGone(pod) => to.prepare_cached("DELETE FROM judges WHERE pod = ?1")?.execute([pod]).map(drop),
+        Change::JobGone(job) => forget_job(to, job),
     }
+}
+
+/// Which contents a job names.
+fn put_uses<'a>(
+    to: &Transaction<'_>,
+    job: &str,
+    digests: impl IntoIterator<Item = &'a String>,
+) -> rusqlite::Result<()> {
+    let mut insert = to.prepare_cached("INSERT OR IGNORE INTO uses (digest, job) VALUES (?1, ?2)")?;
+    digests.into_iter().try_for_each(|digest| insert.execute([digest.as_str(), job]).map(drop))
+}
+
+/// Removes the rows of a job and the contents that it alone names; what lies in the store is left over for a later step.
+fn forget_job(from: &Transaction<'_>, job: &str) -> rusqlite::Result<()> {
+    let alone = "SELECT digest FROM uses WHERE job = ?1 \
+                 AND NOT EXISTS (SELECT 1 FROM uses o WHERE o.digest = uses.digest AND o.job != ?1)";
+    for sql in [
+        "INSERT OR IGNORE INTO leftovers (kind, name) VALUES ('job', ?1)",
+        &format!("INSERT OR IGNORE INTO leftovers (kind, name) SELECT 'blob', digest FROM ({alone})"),
+        &format!("DELETE FROM blobs WHERE digest IN ({alone})"),
+        "DELETE FROM uses WHERE job = ?1",
+        "DELETE FROM lines WHERE job = ?1",
+        "DELETE FROM exclusives WHERE job = ?1",
+        "DELETE FROM leases WHERE job = ?1",
+        "DELETE FROM evaluations WHERE job = ?1",
+        "DELETE FROM episodes WHERE job = ?1",
+        "DELETE FROM usage WHERE job = ?1",
+        "DELETE FROM tasks WHERE job = ?1",
+        "DELETE FROM jobs WHERE uid = ?1",
+    ] {
+        from.prepare_cached(sql)?.execute([job])?;
+    }
+    Ok(())
 }
 
 fn put_job(to: &Transaction<'_>, job: &Job) -> rusqlite::Result<()> {
     let Job { uid, namespace, name, spec, batch_job, attempts, tasks, state } = job;
     to.prepare_cached(
-        "INSERT OR REPLACE INTO jobs (uid, namespace, name, spec, batch_job, attempts, state) \
-         VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7)",
+        "INSERT INTO jobs (uid, namespace, name, spec, batch_job, attempts, state, closed) \
+         VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, CASE ?7 WHEN 'closed' THEN CAST(strftime('%s', 'now') AS REAL) END) \
+         ON CONFLICT (uid) DO UPDATE SET namespace = excluded.namespace, name = excluded.name, spec = excluded.spec, \
+         batch_job = excluded.batch_job, attempts = excluded.attempts, state = excluded.state, \
+         closed = CASE excluded.state WHEN 'closed' THEN COALESCE(jobs.closed, excluded.closed) END",
     )?
     .execute(params![uid, namespace, name, spec, batch_job, attempts, word(state)?])?;
     to.prepare_cached("DELETE FROM tasks WHERE job = ?1")?.execute([uid])?;
@@ -365,7 +494,7 @@ fn put_job(to: &Transaction<'_>, job: &Job) -> rusqlite::Result<()> {
     for (place, Task { name, source, replay }) in tasks.iter().enumerate() {
         insert.execute(params![uid, place, name, source, replay])?;
     }
-    Ok(())
+    put_uses(to, uid, tasks.iter().flat_map(|task| std::iter::once(&task.source).chain(&task.replay)))
 }
 
 fn put_episode(to: &Transaction<'_>, episode: &Episode, epoch: f64) -> rusqlite::Result<()> {

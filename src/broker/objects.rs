@@ -5,6 +5,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use futures::StreamExt;
 use object_store::aws::AmazonS3Builder;
 use object_store::local::LocalFileSystem;
 use object_store::path::Path;
@@ -48,7 +49,8 @@ impl Objects {
                 folder: folder.clone(),
                 source,
             })?;
-            let store = LocalFileSystem::new_with_prefix(&folder).map_err(failed)?.with_fsync(true);
+            let store = LocalFileSystem::new_with_prefix(&folder).map_err(failed)?;
+            let store = store.with_fsync(true).with_automatic_cleanup(true);
             return Ok(Self { store: Arc::new(store) });
         }
         let bucket = address.strip_prefix("s3://").filter(|b| !b.is_empty());
@@ -70,6 +72,34 @@ impl Objects {
         self.store.put(&Path::from(name), bytes.into()).await.map_err(failed).map(drop)
     }
 
+    /// Removes an object, if there is one.
+    ///
+    /// # Errors
+    /// When the store refuses.
+    pub async fn remove(&self, name: &str) -> Result<(), Error> {
+        self.remove_at(&Path::from(name)).await
+    }
+
+    /// Removes every object whose name begins with a folder's.
+    ///
+    /// # Errors
+    /// When the store refuses.
+    pub async fn remove_folder(&self, folder: &str) -> Result<(), Error> {
+        let mut found = self.store.list(Some(&Path::from(folder)));
+        while let Some(object) = found.next().await {
+            let failed = |source| Error::Object { name: folder.to_owned(), what: "listed", source };
+            self.remove_at(&object.map_err(failed)?.location).await?;
+        }
+        Ok(())
+    }
+
+    async fn remove_at(&self, path: &Path) -> Result<(), Error> {
+        match self.store.delete(path).await {
+            Ok(()) | Err(object_store::Error::NotFound { .. }) => Ok(()),
+            Err(source) => Err(Error::Object { name: path.to_string(), what: "removed", source }),
+        }
+    }
+
     /// Reads an object; `None` if there is none.
     ///
     /// # Errors
@@ -82,6 +112,12 @@ impl Objects {
             Err(source) => Err(failed(source)),
         }
     }
+}
+
+/// Where all trajectories and all results of a job lie.
+#[must_use]
+pub fn folders(job: &str) -> [String; 2] {
+    [format!("trajectories/{job}"), format!("results/{job}")]
 }
 
 /// The digest that names content: SHA-256, in hexadecimal.

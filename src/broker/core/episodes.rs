@@ -102,6 +102,23 @@ impl Core {
         self.dispatch(now);
     }
 
+    /// Forgets a closed job and all that it came to. Says whether nothing is left of it: a job that isn't closed stays, and
+    /// so does one over which a judge may still be at work.
+    pub fn forget_job(&mut self, uid: &str, now: Seconds) -> bool {
+        self.settle(now);
+        let Some(entry) = self.jobs.get(uid) else { return true };
+        let works = self.leases.values().any(|l| l.row.job == uid)
+            || self.cards.values().any(|c| c.exclusive.as_ref().is_some_and(|held| held.row.job == uid))
+            || self.evaluations.values().any(|(row, _)| row.job == uid);
+        if entry.job.state != JobState::Closed || works {
+            return false;
+        }
+        self.jobs.remove(uid);
+        self.episodes.retain(|(job, _), _| job != uid);
+        self.changes.push(Change::JobGone(uid.to_owned()));
+        true
+    }
+
     /// Begins the episode of a pod, or says again what it was given.
     ///
     /// # Errors

@@ -298,6 +298,8 @@ pub enum Change {
     Exclusive(Exclusive),
     Judge(Judge),
     JudgeGone(String),
+    /// All rows of a job that is closed: nobody will ask for them.
+    JobGone(String),
     /// What the pool's judges are, for agents that come when none is there.
     Device(Registration),
 }
@@ -335,7 +337,24 @@ impl Kept {
             Change::Exclusive(slice) => drop(self.exclusives.insert(slice.id, slice)),
             Change::Judge(judge) => drop(self.judges.insert(judge.pod.clone(), judge)),
             Change::JudgeGone(pod) => drop(self.judges.remove(&pod)),
+            Change::JobGone(job) => self.forget(&job),
             Change::Device(device) => self.device = Some(device),
         }
+    }
+
+    fn forget(&mut self, job: &str) {
+        self.jobs.remove(job);
+        self.usage.remove(job);
+        self.episodes.retain(|(of, ..), _| of != job);
+        let (evaluations, answers) = (&mut self.evaluations, &mut self.answers);
+        evaluations.retain(|id, e| {
+            let stays = e.job != job;
+            if !stays {
+                answers.remove(id);
+            }
+            stays
+        });
+        self.leases.retain(|_, l| l.job != job);
+        self.exclusives.retain(|_, s| s.job != job);
     }
 }

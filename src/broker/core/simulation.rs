@@ -772,6 +772,26 @@ impl World {
         let tallied: f64 = self.kept.usage.values().map(|u| u.tally.sum("slice_seconds")).sum();
         assert!((charged - tallied).abs() < 1e-6 * charged.max(1.0), "{charged} {tallied}");
     }
+
+    /// Closed jobs, and they alone, are forgotten, and what is kept then is what a broker that starts knows.
+    fn forget(mut self) {
+        let mut core = self.core.take().unwrap_or_else(|| Core::restore(self.settings.clone(), self.kept.clone(), 0.0));
+        let uids: Vec<String> = self.jobs.iter().map(|j| j.uid.clone()).collect();
+        assert!(!core.forget_job(&uids[0], self.now));
+        for uid in &uids[1..] {
+            core.close_job(uid, false, self.now);
+            assert!(core.forget_job(uid, self.now), "{uid}");
+        }
+        core.take_changes().into_iter().for_each(|c| self.kept.apply(c));
+        let left = |job: &String| *job == uids[0];
+        assert!(self.kept.jobs.keys().all(left) && self.kept.usage.keys().all(left));
+        assert!(self.kept.episodes.keys().all(|(job, ..)| left(job)));
+        assert!(self.kept.evaluations.values().all(|e| left(&e.job)));
+        assert!(self.kept.leases.values().all(|l| left(&l.job)) && self.kept.exclusives.values().all(|s| left(&s.job)));
+        let restored = Core::restore(self.settings, self.kept, 0.0);
+        assert_eq!((restored.jobs.len(), restored.episodes.len()), (1, core.episodes.len()));
+        assert_eq!(core.jobs.len(), 1);
+    }
 }
 
 proptest! {
@@ -784,6 +804,7 @@ proptest! {
         let mut world = World::new(seed, Plan { loss, doubling, slow, kills, until: 120.0 });
         world.run();
         world.check_end();
+        world.forget();
     }
 }
 

@@ -7,7 +7,7 @@ use rusqlite::Connection;
 use super::Error;
 
 /// Number `n` of `user_version` is the state after the first `n` migrations.
-pub(super) const MIGRATIONS: [&str; 3] = [
+pub(super) const MIGRATIONS: [&str; 4] = [
     "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
      CREATE TABLE jobs (uid TEXT PRIMARY KEY, namespace TEXT NOT NULL, name TEXT NOT NULL, spec TEXT NOT NULL,
        batch_job TEXT NOT NULL, attempts INTEGER NOT NULL, state TEXT NOT NULL);
@@ -41,6 +41,17 @@ pub(super) const MIGRATIONS: [&str; 3] = [
     "ALTER TABLE evaluations ADD COLUMN losses INTEGER NOT NULL DEFAULT 0;",
     // A late message of a judge's dead process is known by its start.
     "ALTER TABLE judges ADD COLUMN started REAL NOT NULL DEFAULT 0;",
+    // Closed jobs go some day, with the contents that no other job names.
+    "ALTER TABLE jobs ADD COLUMN closed REAL;
+     UPDATE jobs SET closed = CAST(strftime('%s', 'now') AS REAL) WHERE state = 'closed';
+     CREATE TABLE uses (digest TEXT NOT NULL, job TEXT NOT NULL, PRIMARY KEY (digest, job)) WITHOUT ROWID;
+     CREATE INDEX uses_job ON uses (job);
+     INSERT OR IGNORE INTO uses SELECT source, job FROM tasks;
+     INSERT OR IGNORE INTO uses SELECT replay, job FROM tasks WHERE replay IS NOT NULL;
+     INSERT OR IGNORE INTO uses SELECT c.value, e.job FROM evaluations e, json_each(e.candidates) c;
+     CREATE TABLE leftovers (kind TEXT NOT NULL, name TEXT NOT NULL, PRIMARY KEY (kind, name)) WITHOUT ROWID;
+     CREATE INDEX leases_job ON leases (job);
+     CREATE INDEX exclusives_job ON exclusives (job);",
 ];
 
 /// Brings a ledger to the newest schema, each step whole or not at all.

@@ -168,7 +168,7 @@ fn an_older_ledger_is_migrated_with_what_it_holds_and_a_newer_one_is_refused() {
     let connection = Connection::open(&path).unwrap();
     connection.pragma_update(None, "user_version", 99).unwrap();
     let refused = Ledger::open(&path, 0.0).unwrap_err().to_string();
-    assert!(refused.contains("has schema 99, which is newer than this program's 3"), "{refused}");
+    assert!(refused.contains("has schema 99, which is newer than this program's 4"), "{refused}");
 }
 
 #[tokio::test]

@@ -155,6 +155,7 @@ impl Episodes for Agents {
         let broker = &self.0;
         let until = Instant::now() + wait(request.wait_seconds);
         let mut records = Vec::new();
+        let naming = broker.naming.read().await;
         let ask = match op(request.op()) {
             None if request.candidates.is_empty() => None,
             None => return Err(Status::invalid_argument("op: candidates are given, but not what to do with them")),
@@ -169,6 +170,7 @@ impl Episodes for Agents {
             }
         };
         let mut asked = broker.call(records, |core, now| core.evaluate(&pod, &request.key, ask, now)).await?;
+        drop(naming);
         while asked.state.pending() {
             let (again, notify) = self.stands(&pod, &request.key, asked.id)?;
             asked = again;

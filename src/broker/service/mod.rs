@@ -4,6 +4,7 @@
 //! order, whoever waited is told. No reply goes out before what it says is kept. Must not decide anything.
 
 mod agents;
+mod forget;
 mod http;
 pub mod identify;
 mod judges;
@@ -80,6 +81,8 @@ pub struct Broker {
     pool: String,
     /// Trajectories may have grown: objects are to be made of them.
     grown: Notify,
+    /// Held together by those who name content until their row is kept, alone by whoever removes content that nobody names.
+    naming: tokio::sync::RwLock<()>,
     stopping: tokio::sync::watch::Sender<bool>,
 }
 
@@ -104,6 +107,7 @@ impl Broker {
             remembered: Mutex::new(Remembered::default()),
             pool,
             grown: Notify::new(),
+            naming: tokio::sync::RwLock::new(()),
             stopping: tokio::sync::watch::channel(false).0,
         })
     }
@@ -283,7 +287,8 @@ impl Broker {
         String::from_utf8(content.to_vec()).map_err(|_| Status::data_loss(format!("content {digest} isn't text")))
     }
 
-    /// Makes content durable: small content goes with the next batch, other content lies in the store by now.
+    /// Makes content durable; who calls holds `naming` until a row names it. Small content goes with the next batch, other
+    /// content lies in the store by now.
     async fn keep(&self, bytes: Vec<u8>, records: &mut Vec<Record>) -> Result<String, Status> {
         let digest = objects::digest(&bytes);
         if self.remembered().contents.contains_key(&digest) {

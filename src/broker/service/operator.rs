@@ -85,6 +85,7 @@ impl Control for Operator {
             return Err(Status::invalid_argument("the head comes first"));
         };
         let (mut job, tasks) = check_head(head)?;
+        let _naming = self.0.naming.read().await;
         let mut records = Vec::new();
         let mut names = BTreeSet::new();
         while let Some(part) = parts.message().await? {

@@ -64,6 +64,9 @@ pub struct Arguments {
     /// How often judges renew; one that is silent three times as long has lost its leases
     #[arg(long, value_name = "SECONDS", default_value_t = 5.0, value_parser = seconds)]
     pub renew_seconds: f64,
+    /// How long a job that was closed for good is kept, with its trajectories and results
+    #[arg(long, value_name = "SECONDS", default_value_t = 2_592_000.0, value_parser = retention)]
+    pub retention_seconds: f64,
     /// Service account of judges, again for each one
     #[arg(long = "judge-account", value_name = "NAMESPACE:NAME", value_parser = account, conflicts_with = "tokens")]
     pub judge_accounts: Vec<String>,
@@ -86,6 +89,11 @@ fn weight(text: &str) -> Result<(String, f64), String> {
 fn seconds(text: &str) -> Result<f64, String> {
     let number = text.parse::<f64>().ok().filter(|s| s.is_finite() && (0.1..=86_400.0).contains(s));
     number.ok_or_else(|| format!("`{text}` is no time; write seconds from 0.1 to 86400"))
+}
+
+fn retention(text: &str) -> Result<f64, String> {
+    let number = text.parse::<f64>().ok().filter(|s| s.is_finite() && (1.0..=315_360_000.0).contains(s));
+    number.ok_or_else(|| format!("`{text}` is no time; write seconds from 1 to 315360000"))
 }
 
 fn account(text: &str) -> Result<String, String> {
@@ -151,6 +159,7 @@ async fn run(arguments: &Arguments) -> Result<(), Error> {
     tokio::spawn(certificate.watch());
     tokio::spawn(broker.clone().tick());
     tokio::spawn(broker.clone().upload());
+    tokio::spawn(broker.clone().forget(arguments.retention_seconds));
     tracing::info!("the broker of pool {} listens on {local}", arguments.pool);
     let agents = EpisodesServer::new(Agents(broker.clone()))
         .max_decoding_message_size(MOST_MESSAGE)

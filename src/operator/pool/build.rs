@@ -185,6 +185,7 @@ fn broker_arguments(pool: &ValidPool, settings: &Settings) -> Vec<String> {
         format!("--storage=file://{LEDGER}/objects"),
         format!("--lease-seconds={}", spec.slices.max_seconds),
         format!("--exclusive-seconds={}", spec.slices.max_exclusive_seconds),
+        format!("--retention-seconds={}", spec.retention_seconds),
         format!("--operator-account={}", settings.account(&settings.service_account)),
         format!("--judge-account={}", settings.account(&names::judge(&pool.name))),
     ];
