@@ -76,15 +76,26 @@ fn judge_all(kind: &str) {
     let options = Options { compile: false, device: Device::Cpu, measure_seconds: Some(0.0), ..Options::default() };
     let judge = Judge::start(&found.toolchain, options, Slice::new()).expect("a judge of the CPU device");
     let only = std::env::var("CORPUS_ONLY").ok();
+    let mut cases = cases(kind);
+    cases.retain(|case| only.as_ref().is_none_or(|o| case.name.contains(o.as_str())));
+    // Candidates of one task are judged in one session, so that each also has to do no harm to those after it.
+    cases.sort_by(|a, b| (&a.task.source, &a.name).cmp(&(&b.task.source, &b.name)));
+    let mut session = None;
     let mut wrong = Vec::new();
-    let mut judged = 0;
-    for case in cases(kind) {
-        if only.as_ref().is_some_and(|o| !case.name.contains(o.as_str())) {
-            continue;
-        }
-        judged += 1;
+    let judged = cases.len();
+    let mut before: Option<&Case> = None;
+    for case in &cases {
         let start = std::time::Instant::now();
-        let outcome = judge.open(&case.task).and_then(|mut session| session.judge(&case.candidate, Effort::Final));
+        if before.is_none_or(|b| b.task.source != case.task.source) {
+            drop(session.take());
+        }
+        before = Some(case);
+        let mut open = || session.take().map_or_else(|| judge.open(&case.task), Ok);
+        let outcome = open().and_then(|mut opened| {
+            let verdict = opened.judge(&case.candidate, Effort::Final)?;
+            session = Some(opened);
+            Ok(verdict)
+        });
         let said = match &outcome {
             Ok(verdict) => complaint(&case.expect, verdict),
             Err(error) => Some(format!("no verdict: {error}")),
