@@ -1,6 +1,6 @@
 # What a person types. `make demo` and `make test` need no other step before them.
 .DEFAULT_GOAL := help
-.PHONY: help demo env env-dev build test fmt lint crds soak soak-agents cluster cluster-down clean
+.PHONY: help demo env env-dev build test fmt lint crds soak soak-agents faults cluster cluster-down clean
 
 PYTHON := .kernelfleet/python/bin/python
 
@@ -38,6 +38,11 @@ soak: env build ## 100 KernelBench tasks checked, then the demo again and again 
 
 soak-agents: ## eight agents of 200 turns against a scripted endpoint: lost turns, memory of an agent
 	cargo test --release --locked --test agents_soak -- --ignored --nocapture
+
+faults: env-dev build ## a job of 20 episodes with 80 kills compared with one that is left alone, on the test bed; as root, half an hour
+	@tests/cluster/packages.sh
+	KERNELFLEET_FAULTS_EPISODES=20 KERNELFLEET_FAULTS_KILLS=80 KERNELFLEET_PROGRAM=target/release/kernelfleet \
+		$(PYTHON) -m pytest -v -s tests/e2e/test_7_faults.py
 
 cluster: env build ## a whole Kubernetes on this machine with the chart installed, as root (docs/test-bed.md); NODES=2 for two nodes
 	tests/cluster/build.sh

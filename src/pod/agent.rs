@@ -27,8 +27,8 @@ use crate::local::summary::{Outcome, State};
 use crate::sandbox::client::Sandbox;
 use crate::wire::v1::{BeginRequest, Episode, FinishRequest};
 
-/// From this generation on a fault ends the episode: another pod would hardly fare better.
-const LAST_GENERATION: u32 = 4;
+/// After so many failures of its index a fault ends the episode: another pod would hardly fare better.
+const MOST_FAILURES: u32 = 3;
 
 /// How long the sandbox is waited for: its container starts before the agent's.
 const SANDBOX: Duration = Duration::from_secs(60);
@@ -49,6 +49,8 @@ pub struct Arguments {
     /// Where models are asked, up to and with the version.
     pub gateway: Option<String>,
     pub gateway_token_file: PathBuf,
+    /// Pods of this completion index that failed before this one. Without it, every generation before counts as failed.
+    pub failures: Option<u32>,
 }
 
 /// How the pod ends.
@@ -146,7 +148,8 @@ fn play(arguments: &Arguments) -> Result<(), End> {
         return void(error);
     }
     let outcome = outcome?.ok_or_else(|| End::Fault("stopped".into()))?;
-    finish(&broker, &episode, &outcome)
+    let failures = arguments.failures.unwrap_or_else(|| episode.generation.saturating_sub(1));
+    finish(&broker, failures, &outcome)
 }
 
 /// After a refusal: an episode that is over needs no pod. One that another pod goes on with does, and a pod that ends well
@@ -164,9 +167,10 @@ fn void(error: Error) -> Result<(), End> {
     }
 }
 
-fn finish(broker: &Broker, episode: &Episode, outcome: &Outcome) -> Result<(), End> {
+/// Ends the episode in the broker, or leaves a fault to the next pod.
+fn finish(broker: &Broker, failures: u32, outcome: &Outcome) -> Result<(), End> {
     let reason = outcome.reason.clone().unwrap_or_default();
-    if outcome.state == State::Failed && episode.generation < LAST_GENERATION {
+    if outcome.state == State::Failed && failures < MOST_FAILURES {
         return Err(End::Fault(reason));
     }
     let text = serde_json::to_string(outcome).map_err(|e| End::Fault(format!("the outcome can't be written: {e}")))?;

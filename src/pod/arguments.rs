@@ -86,6 +86,17 @@ pub struct Agent {
     /// Folder for what the broker does not have yet
     #[arg(long, value_name = "DIR", env = "KERNELFLEET_AGENT_FOLDER")]
     folder: Option<PathBuf>,
+    /// Pods of this completion index that failed before this one, drained ones not counted
+    #[arg(long, value_name = "N", env = "KERNELFLEET_FAILURES", value_parser = count)]
+    failures: Option<Count>,
+}
+
+/// A count that may be said by nobody: the variable is there and empty where the cluster doesn't count.
+#[derive(Clone, Copy, Debug)]
+struct Count(Option<u32>);
+
+fn count(text: &str) -> Result<Count, std::num::ParseIntError> {
+    if text.is_empty() { Ok(Count(None)) } else { text.parse().map(|n| Count(Some(n))) }
 }
 
 impl Agent {
@@ -99,6 +110,7 @@ impl Agent {
             desk: self.desk,
             gateway: self.gateway,
             gateway_token_file: self.gateway_token_file,
+            failures: self.failures.and_then(|c| c.0),
         }
     }
 }

@@ -177,6 +177,9 @@ volumePluginDir: $folder/volume-plugins
 evictionHard: {memory.available: 100Mi, nodefs.available: 1Gi, imagefs.available: 1Gi}
 imageGCHighThresholdPercent: 100
 nodeStatusUpdateFrequency: 5s
+# Tests kill containers often: nobody is to wait minutes for the next start.
+featureGates: {KubeletCrashLoopBackOffMax: true}
+crashLoopBackOff: {maxContainerRestartPeriod: 2s}
 K
     for hierarchy in $(hierarchies); do mkdir -p "$hierarchy/$group/$name"; done
     enter=(nsenter --target "$(cat "$state/$name/containerd.pid")" --mount --net)

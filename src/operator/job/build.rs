@@ -25,6 +25,8 @@ pub const PARALLELISM: i32 = 64;
 const BACKOFF_PER_INDEX: i32 = 10;
 /// Seconds that an agent has beyond its own deadline before its pod is ended.
 const DEADLINE_GRACE: i64 = 120;
+/// Where the Job's controller tells a pod how many of its index have failed before it.
+const FAILURES: &str = "metadata.annotations['batch.kubernetes.io/job-index-failure-count']";
 /// Kueue's label for its queue.
 pub const QUEUE: &str = "kueue.x-k8s.io/queue-name";
 /// Users of the containers: two, so that neither can touch the other's processes.
@@ -171,7 +173,7 @@ fn batch(job: &ValidJob, owner: &OwnerReference, settings: &Settings) -> Value {
             "podFailurePolicy": { "rules": [
                 { "action": "Ignore", "onPodConditions": [{ "type": "DisruptionTarget", "status": "True" }] },
                 // Called wrongly: another pod would be, too.
-                { "action": "FailIndex", "onExitCodes": { "containerName": "agent", "operator": "In", "values": [1] } },
+                { "action": "FailIndex", "onExitCodes": { "containerName": "agent", "operator": "In", "values": [1, 2] } },
             ] },
             "template": {
                 "metadata": { "labels": pod_labels(job) },
@@ -302,6 +304,8 @@ fn agent(job: &ValidJob, settings: &Settings) -> Value {
         json!({ "name": "KERNELFLEET_BROKER", "value": job.broker.url() }),
         json!({ "name": "KERNELFLEET_BROKER_CA_FILE", "value": "/etc/kernelfleet/broker/ca.crt" }),
         json!({ "name": "KERNELFLEET_LOG_FORMAT", "value": "json" }),
+        // Disrupted pods aren't in it.
+        json!({ "name": "KERNELFLEET_FAILURES", "valueFrom": { "fieldRef": { "fieldPath": FAILURES } } }),
     ];
     let mut mounts = vec![
         json!({ "name": "ca", "mountPath": "/etc/kernelfleet/broker", "readOnly": true }),
