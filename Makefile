@@ -1,6 +1,6 @@
 # What a person types. `make demo` and `make test` need no other step before them.
 .DEFAULT_GOAL := help
-.PHONY: help demo env env-dev build test fmt lint crds soak soak-agents faults cluster cluster-down clean
+.PHONY: help demo env env-dev build test fmt lint crds soak soak-agents faults cluster cluster-down scale clean
 
 PYTHON := .kernelfleet/python/bin/python
 
@@ -52,6 +52,15 @@ cluster: env build ## a whole Kubernetes on this machine with the chart installe
 
 cluster-down: ## ends it and leaves nothing
 	@tests/cluster/down.sh
+
+scale: env build ## 10,000 agent pods of 200 jobs on kwok's nodes: what the operator costs, into docs/evidence/scale.json; as root, no cluster up
+	tests/cluster/build.sh
+	KERNELFLEET_CLUSTER_QPS=300 tests/cluster/up.sh 1
+	tests/cluster/images.sh
+	tests/cluster/install.sh
+	KERNELFLEET_CLUSTER_QPS=300 $(PYTHON) tests/perf/scale.py
+	tests/cluster/down.sh
+	$(PYTHON) tests/gpu/report.py
 
 clean: ## build outputs and results; keeps the Python environment
 	cargo clean

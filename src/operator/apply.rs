@@ -1,11 +1,14 @@
-//! Server-side apply of what was built, and nothing where it is there already.
+//! Server-side apply of what was built, and nothing where it is there already; objects that many share.
 //!
 //! Knows the digest that it leaves on each object, and owners. Must not know what an object is for.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
-use kube::api::{Api, ApiResource, DynamicObject, GroupVersionKind, Patch, PatchParams};
+use k8s_openapi::api::core::v1::ConfigMap;
+use k8s_openapi::api::networking::v1::NetworkPolicy;
+use kube::api::{Api, ApiResource, DeleteParams, DynamicObject, GroupVersionKind, Patch, PatchParams, Preconditions};
 use kube::{Client, ResourceExt};
 use sha2::{Digest, Sha256};
 
@@ -112,4 +115,91 @@ impl Applier {
             known.insert(uid.to_owned(), generation);
         }
     }
+}
+
+/// How long an object that many share is believed to be as it was seen. A watch says sooner that it was changed.
+const FRESH: Duration = Duration::from_secs(20);
+
+/// Kinds of objects that are shared.
+#[derive(Clone, Copy, Debug)]
+pub enum Kind {
+    ConfigMap,
+    NetworkPolicy,
+}
+
+/// Objects that many share and nobody owns: looked at once for all, and taken away with the last who needs them.
+#[derive(Debug, Default)]
+pub struct Shared {
+    /// Digest of what was seen, and when, by kind, namespace and name. Held over a request, so that nothing is taken away
+    /// from who has just looked.
+    seen: tokio::sync::Mutex<HashMap<String, (String, Instant)>>,
+    /// Namespaces of which a watch has told something since.
+    changed: Mutex<HashSet<String>>,
+}
+
+impl Shared {
+    /// As `Applier::ensure`; nothing is asked of what was seen a moment ago.
+    ///
+    /// # Errors
+    /// As `Applier::ensure`.
+    pub async fn ensure(&self, applier: &Applier, client: &Client, built: &Built) -> Result<(), Error> {
+        let namespace = built.object.namespace().unwrap_or_default();
+        let key = key(&built.resource.kind, &namespace, &built.object.name_any());
+        let (_, digest) = built.marked();
+        let mut seen = self.seen.lock().await;
+        if self.changed.lock().unwrap_or_else(PoisonError::into_inner).remove(&namespace) {
+            let part = format!("/{namespace}/");
+            seen.retain(|key, _| !key.contains(&part));
+        }
+        if seen.get(&key).is_some_and(|(d, at)| *d == digest && at.elapsed() < FRESH) {
+            return Ok(());
+        }
+        applier.ensure(client, built).await?;
+        seen.insert(key, (digest, Instant::now()));
+        Ok(())
+    }
+
+    /// Deletes one, unless it is needed when its turn comes.
+    ///
+    /// # Errors
+    /// When the server refuses.
+    pub async fn remove(
+        &self,
+        client: &Client,
+        kind: Kind,
+        namespace: &str,
+        name: &str,
+        needed: impl FnOnce() -> bool,
+    ) -> Result<(), Error> {
+        let (word, resource) = match kind {
+            Kind::ConfigMap => ("ConfigMap", ApiResource::erase::<ConfigMap>(&())),
+            Kind::NetworkPolicy => ("NetworkPolicy", ApiResource::erase::<NetworkPolicy>(&())),
+        };
+        let failed = |e: kube::Error| Error::Api { kind: word.into(), name: name.into(), source: Box::new(e) };
+        let api: Api<DynamicObject> = Api::namespaced_with(client.clone(), namespace, &resource);
+        let mut seen = self.seen.lock().await;
+        if needed() {
+            return Ok(());
+        }
+        seen.remove(&key(word, namespace, name));
+        let Some(live) = api.get_metadata_opt(name).await.map_err(failed)? else { return Ok(()) };
+        if live.labels().get("app.kubernetes.io/managed-by").is_none_or(|m| m != names::MANAGER) {
+            return Ok(());
+        }
+        let preconditions = Some(Preconditions { uid: live.uid(), resource_version: None });
+        match api.delete(name, &DeleteParams { preconditions, ..DeleteParams::default() }).await {
+            Ok(_) => Ok(()),
+            Err(kube::Error::Api(status)) if status.code == 404 || status.code == 409 => Ok(()),
+            Err(error) => Err(failed(error)),
+        }
+    }
+
+    /// What was seen of a namespace's objects holds no more.
+    pub fn forget(&self, namespace: &str) {
+        self.changed.lock().unwrap_or_else(PoisonError::into_inner).insert(namespace.to_owned());
+    }
+}
+
+fn key(kind: &str, namespace: &str, name: &str) -> String {
+    format!("{kind}/{namespace}/{name}")
 }

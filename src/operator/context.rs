@@ -15,11 +15,12 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::json;
 
-use super::apply::Applier;
+use super::apply::{Applier, Shared};
+use super::backoff::Backoff;
 use super::broker::Brokers;
 use super::metrics::Metrics;
 use super::names;
-use crate::api::{GpuPool, ModelEndpoint};
+use crate::api::{GpuPool, ModelEndpoint, OptimizationJob};
 
 /// An object, or why it can't be read: one that can't be blocks nobody else.
 pub type Guarded<K> = DeserializeGuard<K>;
@@ -57,10 +58,14 @@ pub struct Context {
     pub settings: Settings,
     pub brokers: Brokers,
     pub applier: Applier,
+    pub shared: Shared,
+    /// How long what failed waits, by UID.
+    pub backoff: Backoff,
     pub metrics: Metrics,
     pub recorder: Recorder,
     pub pools: Store<Guarded<GpuPool>>,
     pub endpoints: Store<Guarded<ModelEndpoint>>,
+    pub jobs: Store<Guarded<OptimizationJob>>,
     /// When an object's progress was last written, by UID.
     pub written: Mutex<HashMap<String, Timestamp>>,
 }

@@ -11,6 +11,7 @@
 //! what was observed to conditions; one patch). Only the first and the fourth take a client.
 
 pub mod apply;
+pub mod backoff;
 pub mod broker;
 pub mod conditions;
 pub mod context;
@@ -224,10 +225,13 @@ async fn controllers(arguments: &Arguments, client: Client, metrics: Metrics, st
             arguments.broker_token_file.clone(),
         ),
         applier: apply::Applier::default(),
+        shared: apply::Shared::default(),
+        backoff: backoff::Backoff::default(),
         metrics,
         recorder: Recorder::new(client.clone(), reporter),
         pools: pool_store,
         endpoints: endpoints.store(),
+        jobs: job_store.clone(),
         written: Mutex::new(HashMap::new()),
     });
 
@@ -242,7 +246,7 @@ async fn controllers(arguments: &Arguments, client: Client, metrics: Metrics, st
         .with_config(config())
         .graceful_shutdown_on(stopped(stop.clone()))
         .run(
-            |object, context| watched("gpupool", pool::reconcile(object, context.clone()), context),
+            |object, context| watched("gpupool", object.clone(), pool::reconcile(object, context.clone()), context),
             retry::<GpuPool, _>,
             context.clone(),
         )
@@ -252,7 +256,9 @@ async fn controllers(arguments: &Arguments, client: Client, metrics: Metrics, st
         .with_config(config())
         .graceful_shutdown_on(stopped(stop.clone()))
         .run(
-            |object, context| watched("modelendpoint", endpoint::reconcile(object, context.clone()), context),
+            |object, context| {
+                watched("modelendpoint", object.clone(), endpoint::reconcile(object, context.clone()), context)
+            },
             retry::<ModelEndpoint, _>,
             context.clone(),
         )
@@ -263,15 +269,18 @@ async fn controllers(arguments: &Arguments, client: Client, metrics: Metrics, st
         .with_config(config())
         .graceful_shutdown_on(stopped(stop.clone()))
         .run(
-            |object, context| watched("taskset", taskset::reconcile(object, context.clone()), context),
+            |object, context| watched("taskset", object.clone(), taskset::reconcile(object, context.clone()), context),
             retry::<TaskSet, _>,
             context.clone(),
         )
         .for_each(|_| async {});
-    let (of_map, of_pool, of_endpoint, of_set) = (job_store.clone(), job_store.clone(), job_store.clone(), job_store);
+    let (of_pool, of_endpoint, of_set) = (job_store.clone(), job_store.clone(), job_store);
+    let (of_map, of_policy) = (context.clone(), context.clone());
     let jobs = jobs
         .owns(Api::<Job>::all(owned.clone()), ours())
-        .owns(Api::<PartialObjectMeta<NetworkPolicy>>::all(owned.clone()), ours())
+        .watches(Api::<PartialObjectMeta<NetworkPolicy>>::all(owned.clone()), ours(), move |policy| {
+            sharing(&of_policy, &policy)
+        })
         .watches(maps(), all(), move |map| jobs_of_map(&of_map, &set_store, &map))
         .watches(Api::<Guarded<GpuPool>>::all(owned.clone()), all(), move |pool| {
             let name = pool.name_any();
@@ -292,7 +301,9 @@ async fn controllers(arguments: &Arguments, client: Client, metrics: Metrics, st
         .with_config(config())
         .graceful_shutdown_on(stopped(stop))
         .run(
-            |object, context| watched("optimizationjob", job::reconcile(object, context.clone()), context),
+            |object, context| {
+                watched("optimizationjob", object.clone(), job::reconcile(object, context.clone()), context)
+            },
             retry::<OptimizationJob, _>,
             context,
         )
@@ -319,8 +330,29 @@ fn waiting(
     jobs.state().into_iter().filter_map(find).collect()
 }
 
+/// The jobs that share an object: it may have been changed or taken away.
+fn sharing(context: &Context, object: &impl ResourceExt) -> Vec<ObjectRef<Guarded<OptimizationJob>>> {
+    let labels = object.labels();
+    let is = |key: &str, value: &str| labels.get(key).is_some_and(|v| v == value);
+    if !is("app.kubernetes.io/component", "agent") || !is("app.kubernetes.io/managed-by", names::MANAGER) {
+        return Vec::new();
+    }
+    let (Some(namespace), Some(instance)) = (object.namespace(), labels.get("app.kubernetes.io/instance")) else {
+        return Vec::new();
+    };
+    context.shared.forget(&namespace);
+    let find = |job: Arc<Guarded<OptimizationJob>>| {
+        let inner = job.0.as_ref().ok()?;
+        let shares = inner.spec.judge.gpu_pool == *instance
+            || inner.spec.policy.endpoint.as_ref().is_some_and(|p| p.name == *instance);
+        let here = inner.namespace().as_deref() == Some(&namespace);
+        (here && shares).then(|| ObjectRef::from_obj(job.as_ref()))
+    };
+    context.jobs.state().into_iter().filter_map(find).collect()
+}
+
 fn jobs_of_map(
-    jobs: &Store<Guarded<OptimizationJob>>,
+    context: &Context,
     sets: &Store<Guarded<TaskSet>>,
     map: &PartialObjectMeta<ConfigMap>,
 ) -> Vec<ObjectRef<Guarded<OptimizationJob>>> {
@@ -329,13 +361,17 @@ fn jobs_of_map(
     if let Some(owner) = map.owner_references().iter().find(|o| o.kind == OptimizationJob::kind(&())) {
         return vec![ObjectRef::new(&owner.name).within(namespace.as_deref().unwrap_or_default())];
     }
+    let sharing = sharing(context, map);
+    if !sharing.is_empty() {
+        return sharing;
+    }
     let in_set = |job: &OptimizationJob| {
         let set = job.spec.tasks.task_set.as_ref()?;
         let found = sets.get(&ObjectRef::new(&set.name).within(namespace.as_deref().unwrap_or_default()))?;
         let source = found.0.as_ref().ok()?.spec.config_map.as_ref()?;
         Some(source.names.contains(&name))
     };
-    waiting(jobs, |job| {
+    waiting(&context.jobs, |job| {
         job.namespace() == namespace
             && (job.spec.tasks.config_map.as_ref().is_some_and(|m| m.name == name)
                 || job.spec.policy.replay.as_ref().is_some_and(|r| r.config_map == name)
@@ -354,21 +390,25 @@ fn sets_of(sets: &Store<Guarded<TaskSet>>, map: &PartialObjectMeta<ConfigMap>) -
 }
 
 /// Counts a reconciliation, and says why it failed.
-async fn watched<E: std::error::Error>(
+async fn watched<K: Resource, E: std::error::Error>(
     controller: &'static str,
+    object: Arc<K>,
     work: impl Future<Output = Result<Action, E>>,
     context: Arc<Context>,
 ) -> Result<Action, E> {
     let running = context.metrics.begin(controller);
     let end = work.await;
-    if let Err(error) = &end {
-        tracing::warn!(controller, %error, "a reconciliation failed and is tried again");
+    match &end {
+        Err(error) => {
+            tracing::warn!(controller, name = ?object.meta().name, %error, "a reconciliation failed and is tried again");
+        }
+        Ok(_) => context.backoff.forget(object.meta().uid.as_deref().unwrap_or_default()),
     }
     running.end(end.is_err());
     end
 }
 
-/// Growing waits between tries would need a memory for each object; a constant one is enough where each try is cheap.
-fn retry<K, E>(_object: Arc<Guarded<K>>, _error: &E, _context: Arc<Context>) -> Action {
-    Action::requeue(Duration::from_secs(5))
+/// Waits grow with each failure in a row.
+fn retry<K: Resource, E>(object: Arc<Guarded<K>>, _error: &E, context: Arc<Context>) -> Action {
+    Action::requeue(context.backoff.failed(object.meta().uid.as_deref().unwrap_or_default()))
 }

@@ -23,6 +23,10 @@ pub const BROKER_HTTP_PORT: u16 = 8080;
 pub const GATEWAY_PORT: u16 = 8080;
 /// Finalizer of an OptimizationJob: its broker is to be told that it ends.
 pub const FINALIZER: &str = "kernelfleet.dev/broker";
+/// Label of an agent's pod: the pool of its judges.
+pub const POOL: &str = "kernelfleet.dev/pool";
+/// Label of an agent's pod: the endpoint of its model, if it has one.
+pub const ENDPOINT: &str = "kernelfleet.dev/endpoint";
 /// Digest of what was applied last.
 pub const APPLIED: &str = "kernelfleet.dev/applied";
 /// Value of `spec.suspend` that the operator set last on a Job.
@@ -86,10 +90,16 @@ pub fn gateway(endpoint: &str) -> String {
     format!("{endpoint}-gateway")
 }
 
-/// What a job's agents need beside their Job: ConfigMap and NetworkPolicy.
+/// What agents of a pool need in their namespace, made once for all of its jobs there: ConfigMap and NetworkPolicy.
 #[must_use]
-pub fn agents(job: &str) -> String {
-    format!("{job}-agents")
+pub fn agents(pool: &str) -> String {
+    format!("kernelfleet-pool-{pool}")
+}
+
+/// What lets agents out to the gateway of an endpoint, made once for all of its jobs: NetworkPolicy.
+#[must_use]
+pub fn to_gateway(endpoint: &str) -> String {
+    format!("kernelfleet-endpoint-{endpoint}")
 }
 
 /// The ConfigMap with a job's best kernels.

@@ -2,7 +2,7 @@
 # Builds the programs of the test bed from the Go modules beside this file into .kernelfleet/cluster/bin. What is there
 # already, from the same sources, is left alone. Cold it takes minutes, most of them for `kube` and `prometheus`; warm seconds.
 #
-# usage: build.sh [kube|cni|router|pause|helm|prometheus ..]     everything but prometheus if nothing is said
+# usage: build.sh [kube|cni|router|pause|helm|prometheus|kwok|kueue ..]     the first five if nothing is said
 . "$(dirname "$0")/lib.sh"
 
 # The version that go.mod asks for: stamped into the program, or the API server would call itself v0.0.0.
@@ -52,6 +52,12 @@ for part in "$@"; do
         helm) build helm -ldflags '-s -w' helm.sh/helm/v3/cmd/helm ;;
         # Of its ways to find targets only Kubernetes is built in: the others would double the build.
         prometheus) build prometheus -tags remove_all_sd,enable_kubernetes_sd -ldflags '-s -w' github.com/prometheus/prometheus/cmd/prometheus ;;
-        *) stop "unknown part \`$part\`" "allowed: kube, cni, router, pause, helm, prometheus" ;;
+        kwok)
+            build kwok -ldflags '-s -w' sigs.k8s.io/kwok/cmd/kwok
+            ;;
+        kueue)
+            build kueue -ldflags '-s -w' sigs.k8s.io/kueue/cmd/kueue
+            ;;
+        *) stop "unknown part \`$part\`" "allowed: kube, cni, router, pause, helm, prometheus, kwok, kueue" ;;
     esac
 done

@@ -5,9 +5,11 @@
 #
 # usage: images.sh [PROGRAM]     target/release/kernelfleet if nothing is said
 #   -> localhost/kernelfleet:dev, localhost/kernelfleet-sandbox:dev, localhost/kernelfleet-judge:dev
+# With KERNELFLEET_IMAGE_TAG set, that instead of `dev`.
 . "$(dirname "$0")/lib.sh"
 
 program=${1:-$root/target/release/kernelfleet}
+tag=${KERNELFLEET_IMAGE_TAG:-dev}
 need_root
 need python3:python3 buildah:buildah mmdebstrap:mmdebstrap ctr:containerd strip:binutils
 [ -x "$program" ] || stop "no program $program" "make it with: make build"
@@ -44,14 +46,14 @@ for target in kernelfleet sandbox judge; do
     name=kernelfleet-$target
     [ $target = kernelfleet ] && name=kernelfleet
     build build --quiet --isolation chroot --pull-never --layers --network host --build-arg PROGRAM=bin/kernelfleet --build-arg PYTORCH=no \
-        -f "$root/agent-image/Containerfile" --target $target -t "localhost/$name:dev" "$store/context" >"$store/$target.log" 2>&1 || {
+        -f "$root/agent-image/Containerfile" --target $target -t "localhost/$name:$tag" "$store/context" >"$store/$target.log" 2>&1 || {
         tail -n 30 "$store/$target.log" >&2
         stop "the image $target did not build" "its whole output: $store/$target.log"
     }
     rm -rf "${store:?}/$target"
-    build push --quiet --disable-compression "localhost/$name:dev" "dir:$store/$target" >/dev/null
+    build push --quiet --disable-compression "localhost/$name:$tag" "dir:$store/$target" >/dev/null
     # shellcheck disable=SC2046
-    python3 "$here/load.py" "$store/$target" "localhost/$name:dev" $(for n in $(nodes); do echo "$run/node$n/containerd.sock"; done)
+    python3 "$here/load.py" "$store/$target" "localhost/$name:$tag" $(for n in $(nodes); do echo "$run/node$n/containerd.sock"; done)
     rm -rf "${store:?}/$target"
 done
 # Layers that no image has any more.

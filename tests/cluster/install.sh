@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs the chart of this checkout into the cluster that is up, or upgrades it, with what the test bed has instead of a
-# registry and a provisioner of volumes: PyTorch for judges, and two folders of the node for ledgers.
+# registry and a provisioner of volumes: PyTorch for judges, and four folders of the node for ledgers.
 #
 # usage: install.sh [FLAGS OF helm ..]
 . "$(dirname "$0")/lib.sh"
@@ -53,7 +53,7 @@ kind: PersistentVolumeClaim
 metadata: {name: pytorch, namespace: $namespace}
 spec: {accessModes: [ReadOnlyMany], storageClassName: test-bed-packages, resources: {requests: {storage: 1Gi}}}
 K
-for n in 1 2; do
+for n in 1 2 3 4; do
     # A folder of the node gets no group from the pod, so it is open to all.
     mkdir -p "$state/ledgers/$n"
     chmod 777 "$state/ledgers/$n"

@@ -87,13 +87,17 @@ start apiserver "$bin/kube" kube-apiserver --etcd-servers=http://127.0.0.1:2379 
     --service-account-issuer=https://kubernetes.default.svc --service-cluster-ip-range=$services \
     --tls-cert-file="$pki/apiserver.crt" --tls-private-key-file="$pki/apiserver.key" --client-ca-file="$pki/ca.crt" \
     --authorization-mode=Node,RBAC --enable-admission-plugins=NodeRestriction --allow-privileged=true \
+    --enable-aggregator-routing=true \
     --kubelet-client-certificate="$pki/admin.crt" --kubelet-client-key="$pki/admin.key" --kubelet-preferred-address-types=InternalIP \
     --audit-policy-file="$state/audit.yaml" --audit-log-path="$state/log/audit.json" --audit-log-maxsize=1000
 wait_for 60 apiserver "the API server to be ready" kubectl get --raw /readyz
+# Requests a second that the controllers and the scheduler allow themselves; their own defaults if nothing is said.
+rate=()
+[ -z "${KERNELFLEET_CLUSTER_QPS:-}" ] || rate=("--kube-api-qps=$KERNELFLEET_CLUSTER_QPS" "--kube-api-burst=$((2 * KERNELFLEET_CLUSTER_QPS))")
 start controllers "$bin/kube" kube-controller-manager --kubeconfig="$state/controllers.kubeconfig" --leader-elect=false \
     --service-account-private-key-file="$pki/service-accounts.key" --root-ca-file="$pki/ca.crt" --use-service-account-credentials \
-    --node-monitor-grace-period=20s
-start scheduler "$bin/kube" kube-scheduler --kubeconfig="$state/scheduler.kubeconfig" --leader-elect=false
+    --node-monitor-grace-period=20s "${rate[@]}"
+start scheduler "$bin/kube" kube-scheduler --kubeconfig="$state/scheduler.kubeconfig" --leader-elect=false "${rate[@]}"
 
 # --- nodes -----------------------------------------------------------------------------------------------------------
 # The image of the container that holds a pod's namespaces: one static program in an archive made by hand.
@@ -185,14 +189,28 @@ K
     enter=(nsenter --target "$(cat "$state/$name/containerd.pid")" --mount --net)
     start "$name/kubelet" "${enter[@]}" "$bin/kube" kubelet --config="$folder/kubelet.yaml" --kubeconfig="$folder/kubeconfig" \
         --hostname-override="$name" --node-ip="$address"
-    start "$name/proxy" "${enter[@]}" "$bin/kube" kube-proxy --kubeconfig="$state/proxy.kubeconfig" --hostname-override="$name" \
-        --proxy-mode=iptables --cluster-cidr=$pods --conntrack-max-per-core=0
+    proxy_up "$n"
+}
+proxy_up() {
+    local name=node$1
+    start "$name/proxy" nsenter --target "$(cat "$state/$name/containerd.pid")" --mount --net "$bin/kube" kube-proxy \
+        --kubeconfig="$state/proxy.kubeconfig" --hostname-override="$name" --proxy-mode=iptables --cluster-cidr=$pods \
+        --conntrack-max-per-core=0
 }
 for n in $(seq "$count"); do node_up "$n"; done
 
 ready() { [ "$(kubectl get node "node$1" -o 'jsonpath={.status.conditions[?(@.type=="Ready")].status}')" = True ]; }
+proxied() { nsenter --net="/run/netns/$(node_ns "$1")" iptables-save -t nat 2>/dev/null | grep -q 'KUBE-SVC-'; }
 for n in $(seq "$count"); do
     wait_for 60 "node$n/kubelet" "node$n to be Ready" ready "$n"
+    # A first sync that met the kubelet's or the router's own is not always repeated, and Services would have no addresses: the
+    # router waits for it, and a proxy without rules is started again.
+    for _ in $(seq 50); do proxied "$n" && break; sleep .2; done
+    proxied "$n" || {
+        kill "$(cat "$state/node$n/proxy.pid")"
+        proxy_up "$n"
+        wait_for 30 "node$n/proxy" "kube-proxy of node$n to route Services" proxied "$n"
+    }
     # NetworkPolicy, really enforced. It reads the node's address from the API server, so it comes after the kubelet.
     start "node$n/router" nsenter --target "$(cat "$state/node$n/containerd.pid")" --mount --net "$bin/kube-router" \
         --run-firewall=true --run-router=false --run-service-proxy=false --run-loadbalancer=false --enable-cni=false \

@@ -257,7 +257,7 @@ def pool(installed: Cluster) -> str:
         return any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
 
     try:
-        installed.wait("the pool's broker and judge to be ready", 180, ready)
+        installed.wait("the pool's broker and judge to be ready", 420, ready)
     except pytest.fail.Exception:
         for words in (("describe", "gpupool", "e2e"), ("describe", "pods", "-n", SYSTEM), ("events", "-n", SYSTEM)):
             print(installed.run(*words).stdout)

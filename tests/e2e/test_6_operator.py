@@ -204,7 +204,7 @@ def test_what_is_deleted_by_hand_comes_back_while_the_job_runs(space: Space) -> 
     space.apply(space.job("mended"))
     space.started("mended")
     for kind in ("networkpolicy", "configmap", "job"):
-        name = "mended" if kind == "job" else "mended-agents"
+        name = "mended" if kind == "job" else f"kernelfleet-pool-{space.pool}"
         old = (space.find(kind, name) or {})["metadata"]["uid"]
         space.cluster.kubectl("delete", kind, name, "-n", space.name)
 
@@ -213,6 +213,24 @@ def test_what_is_deleted_by_hand_comes_back_while_the_job_runs(space: Space) -> 
             return found is not None and found["metadata"]["uid"] != old
 
         space.cluster.wait(f"the {kind} to come back", 30, back)
+
+
+def test_what_jobs_of_a_namespace_share_goes_with_the_last_of_them(installed: Cluster, pool: str) -> None:
+    space = Space(installed, installed.namespace("e2e-shared"), pool)
+    shared = f"kernelfleet-pool-{pool}"
+    space.apply(space.job("one"), space.job("two"))
+    for name in ("one", "two"):
+        space.started(name)
+    found = space.find("networkpolicy", shared)
+    assert found is not None and "ownerReferences" not in found["metadata"]
+    installed.kubectl("delete", "optimizationjob", "one", "-n", space.name, "--timeout=30s")
+    assert space.find("configmap", shared) is not None
+    kept = space.find("networkpolicy", shared)
+    assert kept is not None and kept["metadata"]["uid"] == found["metadata"]["uid"]
+    installed.kubectl("delete", "optimizationjob", "two", "-n", space.name, "--timeout=30s")
+    for kind in ("networkpolicy", "configmap"):
+        space.gone(kind, shared, 10)
+    installed.kubectl("delete", "namespace", space.name, "--wait=false")
 
 
 def test_a_deleted_job_leaves_nothing_and_its_name_is_free_at_once(space: Space) -> None:

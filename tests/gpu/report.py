@@ -118,7 +118,46 @@ def library(evidence: dict[str, Any]) -> list[str]:
     return text
 
 
-WRITERS = {"policy": policy, "smoke": smoke, "selftest": selftest, "library": library}
+def scale(evidence: dict[str, Any]) -> list[str]:
+    """What the operator costs beside many agent pods."""
+    r, mib = evidence["result"], 1 << 20
+    idle, start, restart = r["idle"], r["start"], r["restart"]
+    seconds = r["seconds"]
+    rows = [
+        ("the operator's own writes an episode", f"{r['own_writes_an_episode']:.3f}", "under 0.1"),
+        ("the operator's memory, at most", f"{r['memory_bytes']['at_most'] / mib:.0f} MiB", "under 200 MB"),
+        ("the operator's memory before the first job", f"{r['memory_bytes']['at_rest'] / mib:.0f} MiB", ""),
+        ("all writes of a pod, by whoever", f"{r['pod_writes_a_pod']:.2f}", ""),
+        ("all writes of the cluster, a pod", f"{r['all_writes_a_pod']:.2f}", ""),
+        ("seconds until all Jobs were made", f"{seconds['jobs_made']:.0f}", ""),
+        ("seconds until all pods were made", f"{seconds['pods_made']:.0f}", ""),
+        ("seconds until all pods were said to run", f"{seconds['pods_running']:.0f}", ""),
+        ("processor time of the operator until then and 75 s more", f"{start['cpu_seconds']:.1f} s", ""),
+        ("share of a core when idle", f"{100 * idle['cpu_share']:.1f} %", "no hot loop"),
+        ("the operator's own writes when idle", f"{idle['own_writes']} in {idle['seconds']:.0f} s", ""),
+        ("reconciliations a second when idle", f"{sum(idle['reconciliations_a_second'].values()):.1f}", ""),
+        ("restarted with all present: seconds until every job was seen", f"{restart['seconds']:.1f}", ""),
+        ("its own writes then", str(restart["own_writes"]), ""),
+        ("its memory then, at most", f"{restart['memory']['most'] / mib:.0f} MiB", "under 200 MB"),
+    ]
+    writes = ", ".join(f"{n} x {what}" for what, n in start["own_writes_by_kind"].items())
+    limits = "; ".join(f"{who}: {limit}" for who, limit in r["limits"].items())
+    return [
+        f"## The operator with {r['pods']:,} agent pods over {r['jobs']} jobs",
+        "",
+        f"`{evidence['command']}` at `{evidence['commit'][:12]}`, a {evidence['build']} build. {evidence['machine']}. "
+        f"API server, etcd, controllers, scheduler, operator and broker are real, on one machine; {r['fake_nodes']} nodes are "
+        f"kwok's, which says of a pod that it runs. {evidence['remark']}".rstrip(),
+        "",
+        "| | | target |",
+        "|---|---|---|",
+        *[f"| {what} | {value} | {target} |" for what, value, target in rows],
+        "",
+        f"The operator's own writes were {writes}; renewals of its lease aren't counted. Limits of the clients: {limits}.",
+    ]
+
+
+WRITERS = {"policy": policy, "smoke": smoke, "selftest": selftest, "library": library, "scale": scale}
 
 
 def report() -> str:

@@ -122,9 +122,52 @@ pub async fn tell(context: &Context, valid: &ValidJob) -> Result<(), Error> {
 /// When it can't be written.
 pub async fn keep(context: &Context, objects: &Objects) -> Result<(), Error> {
     for built in &objects.kept {
-        context.applier.ensure(&context.client, built).await?;
+        context.shared.ensure(&context.applier, &context.client, built).await?;
     }
     Ok(())
+}
+
+/// Takes away what a job that goes has shared with others of its namespace, where there is no other.
+///
+/// # Errors
+/// When it can't be deleted.
+pub async fn leave(context: &Context, job: &OptimizationJob) -> Result<(), Error> {
+    let namespace = job.namespace().unwrap_or_default();
+    let others = || {
+        let other = |o: &OptimizationJob| o.namespace() == job.namespace() && o.uid() != job.uid();
+        let jobs = context.jobs.state();
+        jobs.iter().filter_map(|j| j.0.as_ref().ok()).filter(|o| other(o)).map(|o| o.spec.clone()).collect::<Vec<_>>()
+    };
+    let pool = &job.spec.judge.gpu_pool;
+    let agents = names::agents(pool);
+    let mut gone = vec![
+        (apply::Kind::ConfigMap, agents.clone(), Use::Pool(pool)),
+        (apply::Kind::NetworkPolicy, agents, Use::Pool(pool)),
+    ];
+    if let Some(policy) = &job.spec.policy.endpoint {
+        gone.push((apply::Kind::NetworkPolicy, names::to_gateway(&policy.name), Use::Endpoint(&policy.name)));
+    }
+    for (kind, name, of) in gone {
+        let needed = || others().iter().any(|spec| of.is_of(spec));
+        context.shared.remove(&context.client, kind, &namespace, &name, needed).await?;
+    }
+    Ok(())
+}
+
+/// What a shared object is for.
+enum Use<'a> {
+    Pool(&'a str),
+    Endpoint(&'a str),
+}
+
+impl Use<'_> {
+    /// Whether a job is of those that share it.
+    fn is_of(&self, spec: &OptimizationJobSpec) -> bool {
+        match self {
+            Self::Pool(pool) => spec.judge.gpu_pool == *pool,
+            Self::Endpoint(name) => spec.policy.endpoint.as_ref().is_some_and(|p| p.name == *name),
+        }
+    }
 }
 
 /// Creates the Job. One that is there already is ours or in the way.

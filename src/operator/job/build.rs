@@ -2,11 +2,15 @@
 //!
 //! ```text
 //! OptimizationJob
-//!   |- ConfigMap NAME-agents       authorities of the broker's certificate, kept fresh while pods run
-//!   |- NetworkPolicy NAME-agents   to the broker and the gateway, nothing else, not even names
+//!   |- shared by the jobs of a namespace, and gone with the last of them:
+//!   |    ConfigMap kernelfleet-pool-POOL               authorities of the broker's certificate, kept fresh while pods run
+//!   |    NetworkPolicy kernelfleet-pool-POOL           to the broker, nothing else, not even names
+//!   |    NetworkPolicy kernelfleet-endpoint-ENDPOINT   to the gateway, where a job has one
 //!   `- Job NAME (Indexed)          index = task x attempts + attempt; made once, never changed but for its pace
 //!        pod: seal (init), sandbox (native sidecar, hostile), agent
 //! ```
+//! They are shared since a write for each job would be most of what a job costs the API server, and a policy for each job a
+//! filter more on every node.
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
 use serde_json::{Value, json};
@@ -36,7 +40,7 @@ const SANDBOX: i64 = 10002;
 /// What a job comes to.
 #[derive(Clone, Debug)]
 pub struct Objects {
-    /// Applied, and kept as they are.
+    /// Applied, and kept as they are; shared with other jobs of the namespace.
     pub kept: Vec<Built>,
     /// Created once.
     pub batch: Built,
@@ -79,11 +83,20 @@ pub fn parts(job: &ValidJob) -> Vec<PutJobRequest> {
 /// # Errors
 /// When an object lacks a field that every object has.
 pub fn build(job: &ValidJob, owner: &OwnerReference, settings: &Settings) -> Result<Objects, apply::Error> {
-    let kept = vec![
-        Built::new(authorities(&job.name, &job.namespace, owner, &job.broker.authorities))?,
-        Built::new(policy(job, owner, settings))?,
+    let pool = &job.spec.judge.gpu_pool;
+    let mut kept = vec![
+        Built::new(authorities(pool, &job.namespace, &job.broker.authorities))?,
+        Built::new(policy(pool, job, settings))?,
     ];
+    if let (Some(ip), Some(policy)) = (&job.gateway, &job.spec.policy.endpoint) {
+        kept.push(Built::new(to_gateway(&policy.name, &job.namespace, ip))?);
+    }
     Ok(Objects { kept, batch: Built::new(batch(job, owner, settings))? })
+}
+
+/// Metadata of what jobs share: nobody owns it.
+fn shared(name: &str, namespace: &str, instance: &str) -> Value {
+    json!({ "name": name, "namespace": namespace, "labels": names::labels("agent", instance) })
 }
 
 fn metadata(name: &str, namespace: &str, job: &str, owner: &OwnerReference) -> Value {
@@ -96,21 +109,28 @@ fn metadata(name: &str, namespace: &str, job: &str, owner: &OwnerReference) -> V
 }
 
 /// The ConfigMap with the authorities, which is kept fresh while pods run.
-#[must_use]
-pub fn authorities(job: &str, namespace: &str, owner: &OwnerReference, bundle: &str) -> Value {
+fn authorities(pool: &str, namespace: &str, bundle: &str) -> Value {
     json!({
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": metadata(&names::agents(job), namespace, job, owner),
+        "metadata": shared(&names::agents(pool), namespace, pool),
         "data": { "ca.crt": bundle },
     })
 }
 
-/// Agent pods reach their broker and their gateway: by the pods behind the Service, and by its address, since
+/// Labels of agents' pods, with one more.
+fn agents_with(key: &str, value: &str) -> Value {
+    json!({ "matchLabels": {
+        "app.kubernetes.io/name": "kernelfleet",
+        "app.kubernetes.io/component": "agent",
+        key: value,
+    } })
+}
+
+/// Agent pods reach their broker, and are reached by nobody: by the pods behind the Service, and by its address, since
 /// implementations differ in when they look.
-fn policy(job: &ValidJob, owner: &OwnerReference, settings: &Settings) -> Value {
-    let pool = &job.spec.judge.gpu_pool;
-    let mut egress = vec![json!({
+fn policy(pool: &str, job: &ValidJob, settings: &Settings) -> Value {
+    let egress = json!([{
         "to": [
             {
                 "namespaceSelector": { "matchLabels": { "kubernetes.io/metadata.name": settings.namespace } },
@@ -119,25 +139,36 @@ fn policy(job: &ValidJob, owner: &OwnerReference, settings: &Settings) -> Value 
             { "ipBlock": { "cidr": single(&job.broker.ip) } },
         ],
         "ports": [{ "port": job.broker.port, "protocol": "TCP" }],
-    })];
-    if let (Some(ip), Some(policy)) = (&job.gateway, &job.spec.policy.endpoint) {
-        egress.push(json!({
-            "to": [
-                { "podSelector": { "matchLabels": names::selector("gateway", &policy.name) } },
-                { "ipBlock": { "cidr": single(ip) } },
-            ],
-            "ports": [{ "port": names::GATEWAY_PORT, "protocol": "TCP" }],
-        }));
-    }
+    }]);
     json!({
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
-        "metadata": metadata(&names::agents(&job.name), &job.namespace, &job.name, owner),
+        "metadata": shared(&names::agents(pool), &job.namespace, pool),
         "spec": {
-            "podSelector": { "matchLabels": names::selector("agent", &job.name) },
+            "podSelector": agents_with(names::POOL, pool),
             "policyTypes": ["Ingress", "Egress"],
             "ingress": [],
             "egress": egress,
+        },
+    })
+}
+
+/// Agent pods of an endpoint's jobs reach its gateway besides; what policies let out adds up.
+fn to_gateway(endpoint: &str, namespace: &str, ip: &str) -> Value {
+    json!({
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": shared(&names::to_gateway(endpoint), namespace, endpoint),
+        "spec": {
+            "podSelector": agents_with(names::ENDPOINT, endpoint),
+            "policyTypes": ["Egress"],
+            "egress": [{
+                "to": [
+                    { "podSelector": { "matchLabels": names::selector("gateway", endpoint) } },
+                    { "ipBlock": { "cidr": single(ip) } },
+                ],
+                "ports": [{ "port": names::GATEWAY_PORT, "protocol": "TCP" }],
+            }],
         },
     })
 }
@@ -185,7 +216,10 @@ fn batch(job: &ValidJob, owner: &OwnerReference, settings: &Settings) -> Value {
 
 fn pod_labels(job: &ValidJob) -> Value {
     let mut labels = json!(names::labels("agent", &job.name));
-    labels["kernelfleet.dev/pool"] = job.spec.judge.gpu_pool.as_str().into();
+    labels[names::POOL] = job.spec.judge.gpu_pool.as_str().into();
+    if let Some(policy) = &job.spec.policy.endpoint {
+        labels[names::ENDPOINT] = policy.name.as_str().into();
+    }
     labels
 }
 
@@ -209,7 +243,7 @@ fn sandboxed(spec: &OptimizationJobSpec) -> bool {
 fn pod(job: &ValidJob, settings: &Settings) -> Value {
     let spec = &job.spec;
     let mut volumes = vec![
-        json!({ "name": "ca", "configMap": { "name": names::agents(&job.name) } }),
+        json!({ "name": "ca", "configMap": { "name": names::agents(&job.spec.judge.gpu_pool) } }),
         token("broker-token", names::BROKER_AUDIENCE),
         json!({ "name": "agent-tmp", "emptyDir": { "sizeLimit": "1Gi" } }),
     ];

@@ -72,6 +72,14 @@ pub async fn reconcile(job: Arc<Guarded<OptimizationJob>>, context: Arc<Context>
     }
     let facts = dereference::dereference(&context, job).await?;
     let (seen, after) = pass(&context, job, facts).await;
+    // Apart from passes that failed: this one ends with a status.
+    let blocked = format!("{}/blocked", job.uid().unwrap_or_default());
+    let after = if matches!(seen, Seen::Blocked { .. }) {
+        context.backoff.failed(&blocked).min(WAIT)
+    } else {
+        context.backoff.forget(&blocked);
+        after
+    };
     let new = status::status(job, &seen, now);
     write(&context, job, &new, now).await?;
     if status::over(Some(&new)) {
@@ -98,7 +106,11 @@ async fn pass(context: &Context, job: &OptimizationJob, facts: dereference::Fact
         };
         return match apply::start(context, job, &valid, &objects).await {
             Err(error) => blocked(&error),
-            Ok(batch) => (Seen::Started(Box::new(Progress { batch: Some(batch), ..Progress::default() })), FIGURES),
+            Ok(batch) => {
+                // With it the first status is whole, and no second one follows until there is progress.
+                let said = context.brokers.job(&valid.spec.judge.gpu_pool, &valid.uid).await.ok().map(Ok);
+                (Seen::Started(Box::new(Progress { batch: Some(batch), said, ..Progress::default() })), FIGURES)
+            }
         };
     }
     let mut progress = Progress { said: facts.said.clone(), trouble: facts.trouble.clone(), ..Progress::default() };
@@ -244,6 +256,9 @@ async fn finalize(context: &Context, job: &OptimizationJob, now: Timestamp) -> R
         tracing::warn!(job = job.name_any(), %error, "a job goes without its broker having been told");
         let note = format!("deleted without the broker having been told: {error}");
         context.event(&job.object_ref(&()), true, "BrokerNotTold", "Delete", &note).await;
+    }
+    if let Err(error) = apply::leave(context, job).await {
+        tracing::warn!(job = job.name_any(), %error, "what the last job of a namespace shared can't be taken away");
     }
     apply::finalizer(context, job, false).await?;
     context.written.lock().unwrap_or_else(PoisonError::into_inner).remove(&job.uid().unwrap_or_default());

@@ -14,8 +14,10 @@ use crate::operator::conditions::{Said, cut, get, is_true, set, whole};
 use crate::operator::names;
 use crate::wire::v1::{Best, JobFacts};
 
-/// Seconds between two writes of mere progress: a status isn't a metric.
-pub const PROGRESS: i64 = 30;
+/// Least and most seconds between two writes of mere progress: a status isn't a metric.
+pub const PROGRESS: (i64, i64) = (30, 600);
+/// Between these it is this part of the time that the job has run: who looks at a long run sees nothing much older.
+const PART: i64 = 8;
 
 /// What a pass over the job came to.
 #[derive(Clone, Debug)]
@@ -204,8 +206,10 @@ fn started(job: &OptimizationJob, status: &mut OptimizationJobStatus, progress: 
         status.tasks = completions.map(|c| c / job.spec.agent.attempts.max(1));
     }
     let running = batch.and_then(|b| b.status.as_ref()).and_then(|s| s.start_time.clone());
+    // The Job's controller says so a moment after the Job was made; that alone would be a second write.
+    let free = batch.filter(|b| b.spec.as_ref().and_then(|s| s.suspend) != Some(true));
     if status.start_time.is_none() {
-        status.start_time = running;
+        status.start_time = running.or_else(|| free.and_then(|b| b.metadata.creation_timestamp.clone()));
     }
     if let Some(Ok(facts)) = &progress.said
         && facts.known
@@ -370,7 +374,9 @@ pub fn due(
         };
         (s.conditions.iter().map(of).collect::<Vec<_>>(), s.observed_generation, s.best.clone())
     };
-    words(old) != words(new) || last.is_none_or(|l| now.as_second() - l.as_second() >= PROGRESS)
+    let ran = new.start_time.as_ref().map_or(0, |s| now.as_second() - s.0.as_second());
+    let interval = (ran / PART).clamp(PROGRESS.0, PROGRESS.1);
+    words(old) != words(new) || last.is_none_or(|l| now.as_second() - l.as_second() >= interval)
 }
 
 /// Conditions that changed, as events: reason, message, and whether it is bad news.
@@ -582,7 +588,10 @@ mod tests {
         assert!(!due(Some(&old), &same, Some(at(0)), at(5)));
         let more = status(&later, &seen(JobFacts { turns: 38, ..facts() }), at(5));
         assert!(!due(Some(&old), &more, Some(at(0)), at(5)));
-        assert!(due(Some(&old), &more, Some(at(0)), at(PROGRESS)));
+        assert!(due(Some(&old), &more, Some(at(0)), at(PROGRESS.0)));
+        let old_job = OptimizationJobStatus { start_time: Some(Time(at(-3600))), ..more.clone() };
+        assert!(!due(Some(&old), &old_job, Some(at(0)), at(400)), "a job of an hour is written every eighth of it");
+        assert!(due(Some(&old), &old_job, Some(at(0)), at(600)));
         let blocked = status(&later, &Seen::Blocked { reason: "NameTaken", message: "x".into() }, at(5));
         assert!(due(Some(&old), &blocked, Some(at(0)), at(5)));
         assert_eq!(news(Some(&old), &blocked), [("NameTaken".into(), "x".into(), true)]);

@@ -68,7 +68,7 @@ pub async fn reconcile(pool: Arc<Guarded<GpuPool>>, context: Arc<Context>) -> Re
     }
     let why = failed.as_ref().map(ToString::to_string);
     let status = status::status(pool, &context.settings.namespace, &checked, why.as_deref(), &facts, now);
-    if pool.status.as_ref() != Some(&status) {
+    if status::due(pool.status.as_ref(), &status) {
         let api: Api<GpuPool> = Api::all(context.client.clone());
         patch_status::<GpuPool>(&api, &name, &status).await.map_err(|e| Error::Status(Box::new(e)))?;
     }

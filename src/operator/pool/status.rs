@@ -56,6 +56,18 @@ pub fn status(
     status
 }
 
+/// Whether a status is to be written. How busy the cards are alone is no news until it has moved by a twentieth, or to its
+/// end: it falls for five minutes after the last work, and each write would be seen and be a pass of its own.
+#[must_use]
+pub fn due(old: Option<&GpuPoolStatus>, new: &GpuPoolStatus) -> bool {
+    let Some(old) = old else { return true };
+    let still = match (old.busy, new.busy) {
+        (Some(before), Some(now)) if now > 0.0 && (before - now).abs() < 0.05 => Some(before),
+        _ => new.busy,
+    };
+    *old != GpuPoolStatus { busy: still, ..new.clone() }
+}
+
 fn number(n: u32) -> i32 {
     i32::try_from(n).unwrap_or(i32::MAX)
 }
@@ -180,6 +192,19 @@ mod tests {
 
     fn line(status: &GpuPoolStatus) -> String {
         status.conditions.iter().map(|c| format!("{}={} {}: {}\n", c.type_, c.status, c.reason, c.message)).collect()
+    }
+
+    #[test]
+    fn how_busy_a_pool_is_alone_is_written_seldom() {
+        let status = |busy: f64, queued: i32| GpuPoolStatus {
+            busy: Some(busy),
+            queued: Some(queued),
+            ..GpuPoolStatus::default()
+        };
+        let old = status(0.5, 0);
+        assert!(!due(Some(&old), &status(0.47, 0)));
+        assert!(due(Some(&old), &status(0.44, 0)) && due(Some(&old), &status(0.49, 1)));
+        assert!(due(Some(&status(0.01, 0)), &status(0.0, 0)) && !due(Some(&old), &old) && due(None, &old));
     }
 
     #[test]
