@@ -119,7 +119,7 @@ pause_image() {
 pause_image
 
 node_up() {
-    local n=$1 name=node$1 folder=$state/node$1 address namespace socket=$run/node$1/containerd.sock enter
+    local n=$1 name=node$1 folder=$state/node$1 address namespace socket=$run/node$1/containerd.sock enter other
     address=$(node_ip "$n") namespace=$(node_ns "$n")
     mkdir -p "$folder"/{containerd,kubelet,log,cni} "$run/$name"
 
@@ -132,8 +132,12 @@ node_up() {
     inside ip link set eth0 up
     inside ip route add default via "$host_ip"
     inside sysctl -qw net.ipv4.ip_forward=1
-    # Pods are reached from the machine and from other nodes by their addresses, as with any flat pod network.
+    # Pods are reached from the machine and from other nodes by their addresses, as with any flat pod network. Nodes know each
+    # other's way: by the machine it would ask for forwarding, which is the machine's own to allow.
     ip route add "$(node_pods "$n")" via "$address"
+    for other in $(seq "$count"); do
+        [ "$other" = "$n" ] || inside ip route add "$(node_pods "$other")" via "$(node_ip "$other")"
+    done
 
     cat >"$folder/cni/10-bridge.conflist" <<K
 {"cniVersion": "1.0.0", "name": "pods", "plugins": [{"type": "bridge", "bridge": "cni0", "isGateway": true, "hairpinMode": true,
