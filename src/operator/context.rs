@@ -1,7 +1,8 @@
 //! What every controller has at hand.
 
 use std::collections::HashMap;
-use std::sync::Mutex;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::ObjectReference;
@@ -66,8 +67,33 @@ pub struct Context {
     pub pools: Store<Guarded<GpuPool>>,
     pub endpoints: Store<Guarded<ModelEndpoint>>,
     pub jobs: Store<Guarded<OptimizationJob>>,
+    pub troubles: Troubles,
     /// When an object's progress was last written, by UID.
     pub written: Mutex<HashMap<String, Timestamp>>,
+}
+
+/// Why a job's pods don't run, as found a moment ago, by the job's UID: a list of pods is dear where there are many, and
+/// every change of a Job is a pass.
+#[derive(Debug, Default)]
+pub struct Troubles(Mutex<HashMap<String, (Instant, Option<String>)>>);
+
+impl Troubles {
+    /// How long it is believed.
+    const FRESH: Duration = Duration::from_secs(20);
+
+    /// What was found; the outer `None` where it is to be looked at.
+    #[must_use]
+    pub fn get(&self, uid: &str) -> Option<Option<String>> {
+        let known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        known.get(uid).filter(|(at, _)| at.elapsed() < Self::FRESH).map(|(_, found)| found.clone())
+    }
+
+    /// Keeps what was found.
+    pub fn set(&self, uid: &str, found: Option<String>) {
+        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        known.retain(|_, (at, _)| at.elapsed() < Self::FRESH);
+        known.insert(uid.to_owned(), (Instant::now(), found));
+    }
 }
 
 /// What is found of another object.

@@ -190,16 +190,20 @@ async fn lead(
         () = stopped(stop.clone()) => return Ok(()),
     }
     metrics.lead(true);
+    let release = lease::Elector::new(client.clone(), &arguments.settings.namespace, lease, &arguments.identity);
+    // A task of its own: whatever the controllers are at, the lease is renewed beside it.
+    let mut keeper = tokio::spawn(async move { elector.keep().await });
     let lost = tokio::select! {
-        () = elector.keep() => true,
+        _ = &mut keeper => true,
         () = controllers(arguments, client, metrics.clone(), stop) => false,
     };
+    keeper.abort();
     metrics.lead(false);
     if lost {
         // Whatever was under way ends with the process: another replica has begun.
         return Err(Error::Lost);
     }
-    elector.release().await;
+    release.release().await;
     Ok(())
 }
 
@@ -232,6 +236,7 @@ async fn controllers(arguments: &Arguments, client: Client, metrics: Metrics, st
         pools: pool_store,
         endpoints: endpoints.store(),
         jobs: job_store.clone(),
+        troubles: context::Troubles::default(),
         written: Mutex::new(HashMap::new()),
     });
 
@@ -308,7 +313,9 @@ async fn controllers(arguments: &Arguments, client: Client, metrics: Metrics, st
             context,
         )
         .for_each(|_| async {});
-    tokio::join!(pools, endpoints, sets, jobs);
+    // A task each: who has many objects holds up nobody else.
+    let tasks = [tokio::spawn(pools), tokio::spawn(endpoints), tokio::spawn(sets), tokio::spawn(jobs)];
+    futures::future::join_all(tasks).await;
 }
 
 /// The pool that owns an object.

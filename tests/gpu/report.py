@@ -118,24 +118,36 @@ def library(evidence: dict[str, Any]) -> list[str]:
     return text
 
 
+def amount(value: float | None, unit: float, word: str) -> str:
+    """A figure that a run may not know."""
+    return "-" if value is None else f"{value / unit:.0f} {word}"
+
+
 def scale(evidence: dict[str, Any]) -> list[str]:
     """What the operator costs beside many agent pods."""
     r, mib = evidence["result"], 1 << 20
     idle, start, restart = r["idle"], r["start"], r["restart"]
     seconds = r["seconds"]
+    when = "when idle" if idle["all_run"] else "while kwok still said of pods that they run"
+    so_far = "" if idle["all_run"] else ", while not all of them ran yet"
     rows = [
         ("the operator's own writes an episode", f"{r['own_writes_an_episode']:.3f}", "under 0.1"),
         ("the operator's memory, at most", f"{r['memory_bytes']['at_most'] / mib:.0f} MiB", "under 200 MB"),
-        ("the operator's memory before the first job", f"{r['memory_bytes']['at_rest'] / mib:.0f} MiB", ""),
-        ("all writes of a pod, by whoever", f"{r['pod_writes_a_pod']:.2f}", ""),
-        ("all writes of the cluster, a pod", f"{r['all_writes_a_pod']:.2f}", ""),
+        ("the operator's memory before the first job", amount(r["memory_bytes"]["at_rest"], mib, "MiB"), ""),
+        (f"all writes of a pod, by whoever{so_far}", f"{r['pod_writes_a_pod']:.2f}", ""),
+        (f"all writes of the cluster, a pod{so_far}", f"{r['all_writes_a_pod']:.2f}", ""),
         ("seconds until all Jobs were made", f"{seconds['jobs_made']:.0f}", ""),
         ("seconds until all pods were made", f"{seconds['pods_made']:.0f}", ""),
-        ("seconds until all pods were said to run", f"{seconds['pods_running']:.0f}", ""),
-        ("processor time of the operator until then and 75 s more", f"{start['cpu_seconds']:.1f} s", ""),
-        ("share of a core when idle", f"{100 * idle['cpu_share']:.1f} %", "no hot loop"),
-        ("the operator's own writes when idle", f"{idle['own_writes']} in {idle['seconds']:.0f} s", ""),
-        ("reconciliations a second when idle", f"{sum(idle['reconciliations_a_second'].values()):.1f}", ""),
+        ("seconds until all pods were said to run", amount(seconds["pods_running"], 1, "").strip(), ""),
+        ("processor time of the operator until then and 75 s more", amount(start["cpu_seconds"], 1, "s"), ""),
+        (
+            "the operator ended by itself, unable to renew its lease, and began again",
+            f"{r['restarts_by_itself']} times",
+            "",
+        ),
+        (f"share of a core {when}", f"{100 * idle['cpu_share']:.1f} %", "no hot loop"),
+        (f"the operator's own writes {when}", f"{idle['own_writes']} in {idle['seconds']:.0f} s", ""),
+        (f"reconciliations a second {when}", f"{sum(idle['reconciliations_a_second'].values()):.1f}", ""),
         ("restarted with all present: seconds until every job was seen", f"{restart['seconds']:.1f}", ""),
         ("its own writes then", str(restart["own_writes"]), ""),
         ("its memory then, at most", f"{restart['memory']['most'] / mib:.0f} MiB", "under 200 MB"),

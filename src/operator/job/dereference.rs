@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 
+use jiff::Timestamp;
 use k8s_openapi::api::batch::v1::Job;
 use k8s_openapi::api::core::v1::{ConfigMap, Pod, Service};
 use kube::api::{Api, ListParams};
@@ -90,7 +91,14 @@ pub async fn dereference(context: &Context, job: &OptimizationJob) -> Result<Fac
     let owned = batch.as_ref().is_some_and(|b| super::apply::owns(job, b));
     let started = owned || job.status.as_ref().is_some_and(|s| conditions::is_true(&s.conditions, "Started"));
     let trouble = match &batch {
-        Some(batch) if waits(batch) => trouble(context, &namespace, &name).await.map_err(failed("pods".into()))?,
+        Some(batch) if waits(batch, Timestamp::now()) => match context.troubles.get(&uid) {
+            Some(known) => known,
+            None => {
+                let found = trouble(context, &namespace, &name).await.map_err(failed("pods".into()))?;
+                context.troubles.set(&uid, found.clone());
+                found
+            }
+        },
         _ => None,
     };
     let said = match (&pool, &broker) {
@@ -175,9 +183,15 @@ pub async fn config_map(client: &kube::Client, namespace: &str, name: &str) -> R
     Ok(Found::Is(texts))
 }
 
-/// Whether a Job has pods of which none is ready.
-fn waits(batch: &Job) -> bool {
-    batch.status.as_ref().is_some_and(|s| s.active.unwrap_or(0) > 0 && s.ready.unwrap_or(0) == 0)
+/// Seconds that pods have to become ready before somebody asks why they don't.
+const PATIENCE: i64 = 10;
+
+/// Whether a Job has pods of which none is ready, and has had them for a while.
+fn waits(batch: &Job, now: Timestamp) -> bool {
+    batch.status.as_ref().is_some_and(|s| {
+        let since = s.start_time.as_ref().map_or(now, |t| t.0);
+        s.active.unwrap_or(0) > 0 && s.ready.unwrap_or(0) == 0 && now.as_second() - since.as_second() >= PATIENCE
+    })
 }
 
 /// What the first pods of a Job that don't run say of themselves.
@@ -207,4 +221,23 @@ pub fn complaint(pod: &Pod) -> Option<String> {
             format!("pod {name}, container {}: {}{message}", c.name, w.reason.clone().unwrap_or_default())
         })
         .next()
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn pods_have_a_moment_to_become_ready_before_they_are_looked_at() {
+        let start: Timestamp = "2027-01-15T08:00:00Z".parse().unwrap();
+        let at = |seconds| start.checked_add(jiff::SignedDuration::from_secs(seconds)).unwrap();
+        let batch = |ready: i32| -> Job {
+            let status = json!({ "active": 2, "ready": ready, "startTime": "2027-01-15T08:00:00Z" });
+            serde_json::from_value(json!({ "metadata": { "name": "demo" }, "status": status })).unwrap()
+        };
+        assert!(!waits(&batch(0), at(5)) && waits(&batch(0), at(10)));
+        assert!(!waits(&batch(1), at(60)), "one runs");
+    }
 }
