@@ -174,7 +174,7 @@ def replayed(
         "judge": {"gpuPool": pool, "inputs": 2},
         "agent": {
             "maxTurns": 8,
-            "parallelism": 3,
+            "parallelism": 8,
             "resources": {"cpu": "50m", "memory": "512Mi", "ephemeralStorage": "256Mi"},
             **(agent or {}),
         },
@@ -191,22 +191,21 @@ def replayed(
     ]
 
 
-def processes(pods: list[dict[str, Any]], container: str) -> list[tuple[str, int]]:
-    """First processes of the containers of this name that run: the pod's name, and the process on this machine."""
+def processes(namespace: str, pods: str, container: str) -> list[tuple[str, int]]:
+    """First processes of the containers of this name that run, in pods whose names begin so: the pod's name, and the process
+    on this machine. Read from the nodes' own files: a killer that asked the API server again and again would be a load."""
     found = []
-    for pod in pods:
-        for status in pod.get("status", {}).get("containerStatuses", []):
-            if status["name"] != container or "running" not in status["state"]:
-                continue
-            identity = status["containerID"].removeprefix("containerd://")
-            for path in Path("/run/kernelfleet").glob(f"node*/containerd/*task/k8s.io/{identity}/init.pid"):
-                try:
-                    pid = int(path.read_text())
-                    words = Path(f"/proc/{pid}/cmdline").read_bytes()
-                except (OSError, ValueError):
-                    continue
-                if b"kernelfleet" in words:
-                    found.append((pod["metadata"]["name"], pid))
+    for path in Path("/run/kernelfleet").glob("node*/containerd/*task/k8s.io/*/config.json"):
+        try:
+            said = json.loads(path.read_text())["annotations"]
+            pid = int((path.parent / "init.pid").read_text())
+            words = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except (OSError, ValueError, KeyError):
+            continue
+        name = said.get("io.kubernetes.cri.sandbox-name", "")
+        where = (said.get("io.kubernetes.cri.sandbox-namespace"), said.get("io.kubernetes.cri.container-name"))
+        if where == (namespace, container) and name.startswith(pods) and b"kernelfleet" in words:
+            found.append((name, pid))
     return sorted(found)
 
 
@@ -219,24 +218,18 @@ def index(pod: str) -> str:
 class Killer:
     """Kills processes of a job and of all that serves it, at points drawn by a seed."""
 
-    cluster: Cluster
     namespace: str
     job: str
     pool: str
     seed: int
     kills: list[dict[str, Any]] = field(default_factory=list)
 
-    def pods(self, component: str) -> list[dict[str, Any]]:
-        if component == "agent":
-            words = ("-n", self.namespace, "-l", f"batch.kubernetes.io/job-name={self.job}")
-        else:
-            instance = "" if component == "operator" else f",app.kubernetes.io/instance={self.pool}"
-            words = ("-n", SYSTEM, "-l", f"app.kubernetes.io/component={component}{instance}")
-        return list(self.cluster.get("pods", *words)["items"])
-
     def kill(self, component: str, choose: random.Random) -> bool:
         """Kills one of a kind with SIGKILL, if one runs; says whether it did."""
-        running = processes(self.pods(component), component)
+        prefix = {"operator": "kernelfleet-operator-", "agent": f"{self.job}-"}.get(
+            component, f"{self.pool}-{component}-"
+        )
+        running = processes(self.namespace if component == "agent" else SYSTEM, prefix, component)
         if component == "agent":
             # Each further failure of an index is waited for twice as long by the Job's controller, from 10 s on.
             before = Counter(index(k["pod"]) for k in self.kills if k["component"] == "agent")
@@ -252,23 +245,23 @@ class Killer:
         return True
 
     def run(self, each: int, uid: str, over: Any) -> None:
-        """Kills each component so often. A judge is killed again only once it has answered something since: without that
-        a run would never end, and there would be nothing to compare."""
+        """Kills each component so often. One in four kills of a judge waits until it has answered something since the last one:
+        if all hit it while it starts, none would hit it at work."""
         choose = random.Random(self.seed)
         order = [c for c in ("operator", "broker", "judge", "agent") for _ in range(each)]
         choose.shuffle(order)
         answered = -1
         for component in order:
             time.sleep(choose.uniform(0, 3))
-            while True:
-                if over():
-                    pytest.fail(f"the job ended after {len(self.kills)} of {len(order)} kills", pytrace=False)
-                if component == "judge" and answers(uid) <= answered:
-                    time.sleep(0.3)
-                    continue
-                if self.kill(component, choose):
-                    break
-                time.sleep(0.1)
+            working = choose.random() < 0.25 and component == "judge"
+            looked = time.monotonic()
+            while (working and answers(uid) <= answered) or not self.kill(component, choose):
+                time.sleep(0.2)
+                if time.monotonic() > looked + 10:
+                    looked = time.monotonic()
+                    if over():
+                        pytest.fail(f"the job ended after {len(self.kills)} of {len(order)} kills", pytrace=False)
+            print(f"kill {len(self.kills)} of {len(order)}: {component}", flush=True)
             if component == "judge":
                 answered = answers(uid)
 
@@ -292,6 +285,16 @@ def generations(uid: str) -> dict[int, list[int]]:
         found.setdefault(row["idx"], []).append(row["generation"])
     rows.close()
     return found
+
+
+def holding(uid: str) -> int:
+    """Episodes of a job that have begun to run their first command. What is written into a workspace before goes when the episode
+    begins."""
+    rows = ledger(uid)
+    query = "select count(*) from episodes where job = ? and state = 'running' and turns >= 1"
+    (count,) = rows.execute(query, (uid,)).fetchone()
+    rows.close()
+    return int(count)
 
 
 def answers(uid: str) -> int:

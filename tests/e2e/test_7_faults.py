@@ -52,7 +52,7 @@ def test_a_job_whose_processes_are_killed_comes_to_what_one_comes_to_that_is_lef
     began = time.monotonic()
     cluster.apply(*replayed(space.namespace, names[1], pool, of))
     uid = space.until(names[1], "Started", "True")["metadata"]["uid"]
-    killer = Killer(cluster, space.namespace, names[1], pool, SEED)
+    killer = Killer(space.namespace, names[1], pool, SEED)
     try:
         killer.run(KILLS // 4, uid, lambda: ended(space, names[1]))
         space.until(names[1], "Succeeded", "True", seconds=SECONDS)
