@@ -207,7 +207,7 @@ def cluster() -> Iterator[Cluster]:
     kept = (HOME / "kubeconfig").is_file() or bool(os.environ.get("KERNELFLEET_KEEP_CLUSTER"))
     before = traces()
     try:
-        prepare("up.sh", "1")
+        prepare("up.sh", os.environ.get("KERNELFLEET_NODES", "1"))
         yield Cluster(HOME / "kubeconfig", str(HOME / "bin/kubectl"), own=True)
     finally:
         if not kept:
