@@ -35,7 +35,7 @@ for path in ("utils/compile.sh", "utils/new.py"):
         print("refused", path, error.errno)
 print("secrets", os.path.exists("/var/run/secrets"), [k for k in os.environ if "TOKEN" in k or "KEY" in k])
 P"""
-# From the container without the filter, as if it had been broken.
+# Under the filter as a command of the model, or from the container without it, as if it had been broken.
 CONNECT = """
 import socket, sys
 for target in sys.argv[1:]:
@@ -43,6 +43,8 @@ for target in sys.argv[1:]:
     try:
         socket.create_connection((host, int(port)), timeout=3).close()
         print(target, "open")
+    except PermissionError as error:
+        print(target, "forbidden")
     except OSError as error:
         print(target, "closed")
 """
@@ -56,12 +58,13 @@ except urllib.error.HTTPError as error:
 
 
 class Script:
-    """Says one command, then nothing until it is let go, then that it is done."""
+    """Says a command, then, each time when it is let go, another one and that it is done."""
 
     def __init__(self) -> None:
         self.requests: list[dict[str, Any]] = []
         self.keys: list[str] = []
-        self.go = threading.Event()
+        self.command = "true"
+        self.go = threading.Semaphore(0)
         script = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -69,9 +72,10 @@ class Script:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
                 script.requests.append(body)
                 script.keys.append(self.headers.get("authorization", ""))
-                if len(script.requests) > 1:
-                    script.go.wait(120)
-                answer = json.dumps(script.answer(len(script.requests))).encode()
+                number = len(script.requests)
+                if number > 1:
+                    script.go.acquire(timeout=170)
+                answer = json.dumps(script.answer(number)).encode()
                 self.send_response(200)
                 self.send_header("content-type", "application/json")
                 self.send_header("content-length", str(len(answer)))
@@ -90,18 +94,19 @@ class Script:
 
     def answer(self, number: int) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": "No kernel of mine is better."}
-        if number == 1:
-            function = {"name": "Bash", "arguments": json.dumps({"command": INSIDE})}
+        if number <= 2:
+            command = INSIDE if number == 1 else self.command
+            function = {"name": "Bash", "arguments": json.dumps({"command": command})}
             message = {
                 "role": "assistant",
                 "content": None,
-                "tool_calls": [{"id": "c1", "type": "function", "function": function}],
+                "tool_calls": [{"id": f"c{number}", "type": "function", "function": function}],
             }
         return {
             "id": f"a{number}",
             "object": "chat.completion",
             "model": "scripted",
-            "choices": [{"index": 0, "message": message, "finish_reason": "tool_calls" if number == 1 else "stop"}],
+            "choices": [{"index": 0, "message": message, "finish_reason": "tool_calls" if number <= 2 else "stop"}],
             "usage": {"prompt_tokens": 1000, "completion_tokens": 20, "total_tokens": 1020},
         }
 
@@ -113,7 +118,7 @@ def model(installed: Cluster) -> Iterator[Script]:
         pytest.skip("the model runs on this machine, which a cluster given by KUBECONFIG may not reach")
     script = Script()
     yield script
-    script.go.set()
+    script.go.release(9)
     script.server.shutdown()
 
 
@@ -158,7 +163,7 @@ def episode(installed: Cluster, pool: str, model: Script) -> Iterator[tuple[Jobs
         raise
     (pod,) = jobs.pods("asked")
     yield jobs, pod
-    model.go.set()
+    model.go.release(9)
     installed.kubectl("delete", "optimizationjobs,modelendpoints", "--all", "-n", namespace, "--timeout=60s")
     installed.kubectl("delete", "namespace", namespace, "--wait=false")
 
@@ -180,25 +185,81 @@ def test_the_key_is_the_gateways_alone(episode: tuple[Jobs, dict[str, Any]], mod
     assert not [v for v in pod["spec"]["volumes"] if "secret" in v]
 
 
-def test_without_its_filter_the_sandbox_reaches_broker_and_gateway_which_refuse_it_and_nothing_else(
+class Network:
+    """What of the cluster a pod could reach."""
+
+    def __init__(self, jobs: Jobs, pod: dict[str, Any]) -> None:
+        self.jobs, self.name = jobs, pod["metadata"]["name"]
+        (agent,) = (c for c in pod["spec"]["containers"] if c["name"] == "agent")
+        env = {e["name"]: e.get("value", "") for e in agent["env"]}
+        self.broker = env["KERNELFLEET_BROKER"].removeprefix("https://")
+        self.gateway = env["KERNELFLEET_GATEWAY"].removeprefix("http://").removesuffix("/v1")
+        judges = jobs.cluster.get("pods", "-n", SYSTEM, "-l", "app.kubernetes.io/component=judge")["items"]
+        judge = judges[0]["status"]["podIP"]
+        self.others = ["10.96.0.1:443", f"{HOST}:6443", "10.77.0.11:10250", f"{judge}:8081"]
+
+    def inside(self, *words: str) -> str:
+        """A program in the sandbox's container and not under its filter."""
+        where = ("-n", self.jobs.namespace, self.name, "-c", "sandbox")
+        done = self.jobs.cluster.run("exec", *where, "--", *words)
+        return done.stdout + done.stderr
+
+    def lines(self) -> list[str]:
+        """Which targets are open to the container."""
+        return self.inside("python3", "-c", CONNECT, self.broker, self.gateway, *self.others).splitlines()
+
+
+def test_without_its_filter_the_sandbox_reaches_broker_and_gateway_and_nothing_else(
     episode: tuple[Jobs, dict[str, Any]],
 ) -> None:
-    jobs, pod = episode
-    cluster = jobs.cluster
-    name = pod["metadata"]["name"]
+    network = Network(*episode)
+    reached = [f"{network.broker} open", f"{network.gateway} open"]
+    assert network.lines() == [*reached, *(f"{other} closed" for other in network.others)]
 
-    def inside(*words: str) -> str:
-        return cluster.kubectl("exec", "-n", jobs.namespace, name, "-c", "sandbox", "--", "python3", "-c", *words)
 
-    (agent,) = (c for c in pod["spec"]["containers"] if c["name"] == "agent")
-    env = {e["name"]: e.get("value", "") for e in agent["env"]}
-    broker = env["KERNELFLEET_BROKER"].removeprefix("https://")
-    gateway = env["KERNELFLEET_GATEWAY"].removeprefix("http://").removesuffix("/v1")
-    judge = cluster.get("pods", "-n", SYSTEM, "-l", "app.kubernetes.io/component=judge")["items"][0]["status"]["podIP"]
-    others = ["10.96.0.1:443", f"{HOST}:6443", "10.77.0.11:10250", f"{judge}:8081"]
-    lines = inside(CONNECT, broker, gateway, *others).splitlines()
-    assert lines == [f"{broker} open", f"{gateway} open", *(f"{other} closed" for other in others)]
-    assert inside(ASK, f"http://{gateway}/v1/models").strip() == "401"
+def test_broker_and_gateway_refuse_the_sandbox(episode: tuple[Jobs, dict[str, Any]]) -> None:
+    network = Network(*episode)
+    assert network.inside("python3", "-c", ASK, f"http://{network.gateway}/v1/models").strip() == "401"
+    # The program that an agent asks the broker by, with a token that is none: what a sandbox could bring.
+    jobs, _ = episode
+    (volume,) = (v for v in episode[1]["spec"]["volumes"] if v["name"] == "ca")
+    authority = jobs.cluster.get("configmap", volume["configMap"]["name"], "-n", jobs.namespace)["data"]["ca.crt"]
+    ask = 'echo mine >/tmp/token; exec kernelfleet agent --broker "$1" --broker-ca="$2" --broker-token-file /tmp/token'
+    said = network.inside("sh", "-c", ask, "sh", f"https://{network.broker}", authority)
+    assert "the broker refuses `begin`" in said, said
+
+
+def test_under_its_filter_the_sandbox_reaches_nothing_even_without_the_network_policy(
+    episode: tuple[Jobs, dict[str, Any]], model: Script
+) -> None:
+    jobs, _ = episode
+    network, cluster = Network(*episode), jobs.cluster
+    operator = ("deployment", "-n", SYSTEM, "-l", "app.kubernetes.io/component=operator")
+    (deployment,) = cluster.get(*operator)["items"]
+    scale = ("scale", "deployment", deployment["metadata"]["name"], "-n", SYSTEM)
+    policies = ("networkpolicies", "-n", jobs.namespace)
+    before = len(cluster.get(*policies)["items"])
+    assert before
+    # It would put them back at once.
+    cluster.kubectl(*scale, "--replicas=0")
+    gone = ("pods", "-n", SYSTEM, "-l", "app.kubernetes.io/component=operator")
+    try:
+        cluster.wait("the operator to be gone", 60, lambda: not cluster.get(*gone)["items"])
+        cluster.kubectl("delete", *policies, "--all")
+        everything = [f"{target} open" for target in (network.broker, network.gateway, *network.others)]
+        cluster.wait("nothing to hold the container back", 60, lambda: network.lines() == everything)
+        targets = (network.broker, network.gateway, *network.others)
+        model.command = f"python3 - {' '.join(targets)} <<'P'\n{CONNECT}P"
+        model.go.release()
+        cluster.wait("the model to be told what its second command printed", 60, lambda: len(model.requests) >= 3)
+        said = model.requests[2]["messages"][-1]["content"]
+        assert [line for line in said.splitlines() if line.endswith(("open", "closed", "forbidden"))] == [
+            f"{target} forbidden" for target in targets
+        ], said
+    finally:
+        cluster.kubectl(*scale, f"--replicas={deployment['spec']['replicas']}")
+        cluster.kubectl("rollout", "status", "deployment", deployment["metadata"]["name"], "-n", SYSTEM)
+    cluster.wait("the policies to come back", 60, lambda: len(cluster.get(*policies)["items"]) == before)
 
 
 def test_the_sandbox_has_no_token_and_no_capability(episode: tuple[Jobs, dict[str, Any]]) -> None:
@@ -215,7 +276,8 @@ def test_the_sandbox_has_no_token_and_no_capability(episode: tuple[Jobs, dict[st
 
 def test_an_episode_without_a_kernel_ends_as_what_it_is(episode: tuple[Jobs, dict[str, Any]], model: Script) -> None:
     jobs, _ = episode
-    model.go.set()
+    # It is told where it stands and says so once more.
+    model.go.release(9)
     found = jobs.until("asked", "Succeeded", "True", seconds=120)
     assert found["status"]["correct"] == 0
     assert found["status"]["tokens"]["written"] >= 40
