@@ -271,6 +271,13 @@ struct Judge {
     batch: Option<PathBuf>,
     #[arg(long, value_enum, default_value_t = DeviceWord::Auto)]
     device: DeviceWord,
+    /// How candidates run: as a launch plan, in a process of their own as they are (grade `observed`), or whichever their
+    /// form asks for; auto on the CPU device and plan on a card if nothing is said
+    #[arg(long, value_enum)]
+    path: Option<PathWord>,
+    /// Lowest grade that counts: with enforced nothing is judged whose verdict would be observed
+    #[arg(long, value_enum, default_value_t = GradeWord::Observed)]
+    minimum_grade: GradeWord,
     /// Arithmetic of the baselines
     #[arg(long, value_enum, default_value_t = PrecisionWord::Reference)]
     precision: PrecisionWord,
@@ -294,6 +301,19 @@ struct Judge {
     keep: Option<PathBuf>,
     #[command(flatten)]
     output: Format,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum PathWord {
+    Plan,
+    Process,
+    Auto,
+}
+
+#[derive(Clone, Copy, PartialEq, ValueEnum)]
+enum GradeWord {
+    Enforced,
+    Observed,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -543,6 +563,12 @@ fn judge_arguments(judge: Judge) -> commands::JudgeArguments {
         candidate: judge.candidate,
         batch: judge.batch,
         device: judge.device.get(),
+        path: judge.path.map(|word| match word {
+            PathWord::Plan => judge::PathChoice::Plan,
+            PathWord::Process => judge::PathChoice::Process,
+            PathWord::Auto => judge::PathChoice::Auto,
+        }),
+        enforced: judge.minimum_grade == GradeWord::Enforced,
         precision: match judge.precision {
             PrecisionWord::Reference => judge::Precision::Reference,
             PrecisionWord::Tf32 => judge::Precision::Tf32,

@@ -95,6 +95,26 @@ fn a_folder_that_is_no_candidate_is_named() {
 }
 
 #[test]
+fn what_would_be_observed_is_not_judged_where_only_enforced_verdicts_count() {
+    let home = tempfile::tempdir().unwrap();
+    let judge = |more: &[&str]| {
+        let mut arguments = vec!["judge", "--task", "tests/corpus/process/honest/relu/task.py"];
+        arguments.extend([
+            "--candidate",
+            "tests/corpus/process/honest/relu/model_new.py",
+            "--minimum-grade",
+            "enforced",
+        ]);
+        arguments.extend(more);
+        let output = kernelfleet(&arguments, home.path());
+        assert_eq!(output.status.code(), Some(2), "{}", says(&output));
+        says(&output)
+    };
+    assert!(judge(&["--device", "cpu"]).contains("verdicts of the cpu device are `observed`"));
+    assert!(judge(&["--device", "cuda", "--path", "process"]).contains("verdicts of the process path are `observed`"));
+}
+
+#[test]
 fn tasks_are_checked_by_syntax_without_running_them() {
     let home = tempfile::tempdir().unwrap();
     let output = kernelfleet(&["task", "check", "examples/tasks", "--static", "-o", "json"], home.path());

@@ -1,6 +1,7 @@
 //! Candidates of known worth, judged for real on the CPU device: honest ones of unusual make must be accepted,
 //! hostile ones refused for the stated reason. A case is a folder under `tests/corpus/{honest,hostile}` with
-//! `task.py`, the candidate's files, and `case.json` (`about`, `expect`).
+//! `task.py`, the candidate's files, and `case.json` (`about`, `expect`); those under `tests/corpus/process` are in forms that
+//! can't be plans and run as they are. After every hostile one of these an honest one is judged in the same judge.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
@@ -8,7 +9,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use kernelfleet::judge::{Candidate, Device, Effort, Judge, Options, Slice, TaskSource, Verdict};
+use kernelfleet::judge::{Candidate, Device, Effort, Judge, Options, PathChoice, Slice, TaskSource, Verdict};
 use kernelfleet::local::environment;
 use serde_json::Value;
 
@@ -70,12 +71,15 @@ fn complaint(expect: &Value, verdict: &Verdict) -> Option<String> {
     if wanted.contains(&code) { None } else { Some(format!("refused as {code}, not {wanted:?}: {:?}", verdict.reason)) }
 }
 
-fn judge_all(kind: &str) {
+fn judge_all(kind: &str, path: PathChoice) {
     let mut found = environment::discover().expect("the environment of `make env`");
     found.toolchain.program = PathBuf::from(env!("CARGO_BIN_EXE_kernelfleet"));
-    let options = Options { compile: false, device: Device::Cpu, measure_seconds: Some(0.0), ..Options::default() };
+    let options =
+        Options { compile: false, device: Device::Cpu, path, measure_seconds: Some(0.0), ..Options::default() };
     let judge = Judge::start(&found.toolchain, options, Slice::new()).expect("a judge of the CPU device");
     let only = std::env::var("CORPUS_ONLY").ok();
+    let neighbour = (kind == "process/hostile")
+        .then(|| cases("process/honest").into_iter().find(|c| c.name == "relu").expect("the honest neighbour"));
     let mut cases = cases(kind);
     cases.retain(|case| only.as_ref().is_none_or(|o| case.name.contains(o.as_str())));
     // Candidates of one task are judged in one session, so that each also has to do no harm to those after it.
@@ -110,6 +114,12 @@ fn judge_all(kind: &str) {
             said.as_deref().unwrap_or("as expected")
         );
         wrong.extend(said.map(|s| format!("{}: {s}", case.name)));
+        // Whatever it did, the next one in its session is judged as if it had never been.
+        if let (Some(honest), Some(opened)) = (&neighbour, &mut session) {
+            let next = opened.judge(&honest.candidate, Effort::Verify);
+            let said = next.as_ref().map_or_else(|e| Some(e.to_string()), |v| complaint(&honest.expect, v));
+            wrong.extend(said.map(|s| format!("the one after {}: {s}", case.name)));
+        }
     }
     assert!(judged > 0, "no case was judged");
     assert!(wrong.is_empty(), "{} of {judged} cases:\n{}", wrong.len(), wrong.join("\n"));
@@ -117,10 +127,20 @@ fn judge_all(kind: &str) {
 
 #[test]
 fn every_honest_candidate_of_unusual_make_is_accepted() {
-    judge_all("honest");
+    judge_all("honest", PathChoice::Plan);
 }
 
 #[test]
 fn every_hostile_candidate_is_refused_for_its_reason() {
-    judge_all("hostile");
+    judge_all("hostile", PathChoice::Plan);
+}
+
+#[test]
+fn existing_work_directories_run_as_they_are() {
+    judge_all("process/honest", PathChoice::Auto);
+}
+
+#[test]
+fn what_runs_as_it_is_is_watched() {
+    judge_all("process/hostile", PathChoice::Auto);
 }

@@ -4,7 +4,9 @@
 //! Equal sources give equal images: compilers see relative names in a folder whose path depends on the sources. Only this
 //! file writes the build cache; an entry carries the digest of its content and is rebuilt when it does not fit.
 
+pub(super) mod extension;
 pub(super) mod signature;
+pub(super) mod symbols;
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -13,7 +15,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Component, Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use super::cache::digest;
@@ -22,10 +24,13 @@ use super::{Device, Toolchain};
 use crate::plan::Module;
 use crate::sandbox::{self, Confinement, Limits, seccomp};
 
-/// Longest that one compilation may take.
+/// Longest that one compilation may take; against PyTorch's headers that is minutes on a machine that others use.
 const LIMIT: Duration = Duration::from_secs(120);
+const LONG: Duration = Duration::from_secs(600);
 /// Largest image, bytes; a card's are limited further when they are admitted.
 const IMAGE: u64 = 256 << 20;
+/// Largest precompiled header, bytes: PyTorch's takes 0.75 GB.
+const HEADER: u64 = 2 << 30;
 /// What the compiler is told to write.
 const OUTPUT: &str = "kernelfleet.out";
 /// Longest diagnostics that reach a verdict, bytes.
@@ -63,12 +68,39 @@ pub struct Builder {
     cache: PathBuf,
     limit: Duration,
     processor: String,
+    /// Held while a header is precompiled.
+    headers: Arc<Mutex<()>>,
+}
+
+/// One run of a compiler.
+struct Job<'a> {
+    /// What it makes is cached under this.
+    key: &'a str,
+    compiler: &'a Path,
+    arguments: &'a [String],
+    /// Texts that are laid out for it.
+    files: &'a BTreeMap<String, String>,
+    /// Files of ours that aren't text.
+    binaries: Vec<(&'a str, &'a [u8])>,
+    /// What it reads beside the system's folders.
+    read: Vec<PathBuf>,
+    /// PyTorch's header, precompiled.
+    precompiled: Option<PathBuf>,
+    device: Device,
+    /// Longest that it may take.
+    limit: Duration,
 }
 
 impl Builder {
     #[must_use]
     pub fn new(toolchain: &Toolchain, cache: &Path) -> Self {
-        Self { toolchain: toolchain.clone(), cache: cache.to_owned(), limit: LIMIT, processor: processor() }
+        Self {
+            toolchain: toolchain.clone(),
+            cache: cache.to_owned(),
+            limit: LIMIT,
+            processor: processor(),
+            headers: Arc::default(),
+        }
     }
 
     /// Builds one module for `arch` (`sm_90a`, or the CPU's).
@@ -97,13 +129,48 @@ impl Builder {
             if device == Device::Cpu { header.as_slice() } else { b"" },
             if device == Device::Cpu { self.processor.as_bytes() } else { b"" },
         ]);
-        if let Some((image, digest)) = self.cached(&key) {
+        let job = Job {
+            key: &key,
+            compiler: &compiler,
+            arguments: &arguments,
+            files,
+            binaries: Vec::new(),
+            read: Vec::new(),
+            precompiled: None,
+            device,
+            limit: self.limit,
+        };
+        Ok(Built { seconds: start.elapsed().as_secs_f64(), ..self.made(&job)? })
+    }
+
+    /// What a compiler makes of a job, from the cache if it is there.
+    fn made(&self, job: &Job<'_>) -> Result<Built, BuildError> {
+        let start = Instant::now();
+        if let Some((image, digest)) = self.cached(job.key) {
             return Ok(Built { image, digest, seconds: start.elapsed().as_secs_f64(), cached: true });
         }
-        let image = self.compile(&key, &compiler, &arguments, files, device)?;
+        let image = self.compile(job, IMAGE, take)?;
         let found = digest([image.as_slice()]);
-        self.store(&key, &image, &found);
+        self.store(job.key, &image, &found);
         Ok(Built { image: image.into(), digest: found, seconds: start.elapsed().as_secs_f64(), cached: false })
+    }
+
+    /// Runs a job whose product becomes the file `kept`, readable by every user.
+    fn keep(&self, job: &Job<'_>, kept: &Path) -> Result<(), BuildError> {
+        let folder = self.cache.clone();
+        self.compile(job, HEADER, |made| {
+            let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_CLOEXEC;
+            let mut from = fs::OpenOptions::new().read(true).custom_flags(flags).open(made)?;
+            if !from.metadata()?.is_file() {
+                return Err(std::io::Error::other("it is no file"));
+            }
+            fs::create_dir_all(&folder)?;
+            let mut file = tempfile::NamedTempFile::new_in(&folder)?;
+            std::io::copy(&mut from, &mut file)?;
+            file.as_file().set_permissions(fs::Permissions::from_mode(0o644))?;
+            file.persist(kept).map_err(|e| e.error)?;
+            Ok(())
+        })
     }
 
     fn include(&self) -> PathBuf {
@@ -176,14 +243,14 @@ impl Builder {
         }
     }
 
-    fn compile(
+    /// Runs a compiler; what it left, at most `most` bytes, is read by `read`.
+    fn compile<T>(
         &self,
-        key: &str,
-        compiler: &Path,
-        arguments: &[String],
-        files: &BTreeMap<String, String>,
-        device: Device,
-    ) -> Result<Vec<u8>, BuildError> {
+        job: &Job<'_>,
+        most: u64,
+        read: impl FnOnce(&Path) -> std::io::Result<T>,
+    ) -> Result<T, BuildError> {
+        let Job { key, compiler, arguments, files, binaries, precompiled, .. } = job;
         let fault = |what: &str, e: &dyn std::fmt::Display| BuildError::Fault(format!("{what}: {e}"));
         // nvcc hashes the folder's real path into names of internal linkage, so the path comes from the sources: equal
         // sources give equal images. Where that folder is taken, by a build of the same at the same time or by what
@@ -213,13 +280,24 @@ impl Builder {
                 .map_err(|e| fault(&format!("{name} can't be laid out to be built"), &e))?;
         }
         fs::create_dir_all(&work).map_err(|e| fault("no folder to build in", &e))?;
-        let confinement = self.confinement(device, folder.path(), &work, &temp);
+        let lay = |what: &str, e: std::io::Error| fault(&format!("{what} can't be laid out to be built with"), &e);
+        for (name, bytes) in binaries {
+            let path = work.join(name);
+            fs::write(&path, bytes)
+                .and_then(|()| fs::set_permissions(&path, fs::Permissions::from_mode(0o644)))
+                .map_err(|e| lay(name, e))?;
+        }
+        let confinement = self.confinement(job, most, folder.path(), &work, &temp);
+        if let Some(header) = precompiled {
+            lend(header, &work.join("precompiled/torch"), confinement.user.is_some())
+                .map_err(|e| lay("a precompiled header", e))?;
+        }
         let own = Owned { confinement: &confinement, folders: folders(folder.path()) };
         for path in &own.folders {
             confinement.own(path).map_err(|e| fault("the build folder can't be given to its user", &e))?;
         }
         let mut command = Command::new(compiler);
-        command.args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        command.args(*arguments).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         confinement.apply(&mut command).map_err(|e| fault("the compiler can't be confined", &e))?;
         let mut child =
             command.spawn().map_err(|e| fault(&format!("the compiler {} can't be started", compiler.display()), &e))?;
@@ -241,7 +319,7 @@ impl Builder {
             })
         })
         .collect();
-        let end = Instant::now() + self.limit;
+        let end = Instant::now() + job.limit;
         let status = loop {
             match child.try_wait() {
                 Ok(Some(status)) => break Some(status),
@@ -260,7 +338,7 @@ impl Builder {
             .collect();
         let Some(status) = status else {
             return Err(BuildError::Refused {
-                message: format!("the compiler did not end within {} s", self.limit.as_secs()),
+                message: format!("the compiler did not end within {} s", job.limit.as_secs()),
                 file: None,
                 line: None,
             });
@@ -268,17 +346,21 @@ impl Builder {
         if !status.success() {
             return Err(diagnostics(&said, files, &status.to_string()));
         }
-        take(&work.join(OUTPUT)).map_err(|e| fault("the compiler left no output", &e))
+        read(&work.join(OUTPUT)).map_err(|e| fault("the compiler left no output", &e))
     }
 
-    fn confinement(&self, device: Device, folder: &Path, work: &Path, temp: &Path) -> Confinement {
+    fn confinement(&self, job: &Job<'_>, most: u64, folder: &Path, work: &Path, temp: &Path) -> Confinement {
         let mut read: Vec<PathBuf> =
             ["/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/alternatives", "/dev/urandom"]
                 .map(PathBuf::from)
                 .to_vec();
         read.push(self.include());
         let mut readable = true;
-        if device == Device::Cuda {
+        for path in &job.read {
+            readable &= sandbox::world_readable(path);
+            read.push(path.clone());
+        }
+        if job.device == Device::Cuda {
             let tree = self.toolchain.nvcc.iter().flat_map(|n| n.read.iter().cloned());
             for path in tree {
                 readable &= sandbox::world_readable(&path);
@@ -293,10 +375,10 @@ impl Builder {
             seccomp: Some(seccomp::builder()),
             limits: Limits {
                 address_space: Some(16 << 30),
-                fsize: IMAGE,
+                fsize: most,
                 nproc: base.user.map(|_| 64),
                 nofile: 256,
-                cpu: Some(self.limit.as_secs()),
+                cpu: Some(job.limit.as_secs()),
                 ..Limits::default()
             },
             cwd: Some(work.to_owned()),
@@ -320,6 +402,25 @@ fn inside(name: &str) -> bool {
         && !name.bytes().any(|b| b < 0x20)
         && name != OUTPUT
         && Path::new(name).components().all(|c| matches!(c, Component::Normal(_)))
+}
+
+/// Lays a precompiled header where a compiler looks for it: the very file where its user can't write to it, a copy where
+/// it could.
+fn lend(header: &Path, folder: &Path, safe: bool) -> std::io::Result<()> {
+    fs::create_dir_all(folder)?;
+    // A second inclusion finds the header itself, of which nothing is left to read.
+    fs::write(folder.join("extension.h"), "#include_next <torch/extension.h>\n")?;
+    let place = folder.join("extension.h.gch");
+    if !(safe && fs::hard_link(header, &place).is_ok()) {
+        fs::copy(header, &place)?;
+    }
+    for name in ["extension.h", "extension.h.gch"] {
+        let path = folder.join(name);
+        if fs::metadata(&path)?.permissions().mode() & 0o777 != 0o644 {
+            fs::set_permissions(&path, fs::Permissions::from_mode(0o644))?;
+        }
+    }
+    Ok(())
 }
 
 /// Reads what a hostile process may have left in place of an image: a link or a pipe is none.

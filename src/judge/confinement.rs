@@ -60,6 +60,43 @@ pub(super) fn recorder(toolchain: &Toolchain, scratch: &Path) -> Confinement {
     }
 }
 
+/// A candidate's own process: hostile Python and hostile host code. It starts no processes and reaches no socket; on a card it
+/// needs the driver's device files. `built`: it only says what is to be built, without a device.
+pub(super) fn process(toolchain: &Toolchain, device: Device, built: bool, scratch: &Path) -> Confinement {
+    let cuda = device == Device::Cuda && !built;
+    let own = recorder(toolchain, scratch);
+    let (mut read, mut write) = (own.read, own.write);
+    read.push(PathBuf::from("/sys/devices/system"));
+    if cuda {
+        read.extend(["/proc", "/sys", "/usr/local/cuda", "/usr/local/nvidia"].map(PathBuf::from));
+        write.extend(device_files());
+        // The driver names its threads when it starts; its own folder there isn't known yet.
+        write.push(PathBuf::from("/proc/self"));
+    }
+    let temp = scratch.display().to_string();
+    let mut env: std::collections::BTreeMap<String, String> =
+        ["TMPDIR", "HOME", "TORCH_EXTENSIONS_DIR"].into_iter().map(|k| (k.to_owned(), temp.clone())).collect();
+    if !cuda {
+        env.insert("CUDA_VISIBLE_DEVICES".into(), String::new());
+    }
+    Confinement {
+        read,
+        write,
+        seccomp: Some(if cuda { seccomp::process_cuda() } else { seccomp::recorder() }),
+        limits: Limits {
+            // The driver reserves addresses, which this limit counts.
+            data: (!cuda).then_some(16 * GIB),
+            fsize: 16 * GIB,
+            nofile: 1024,
+            cpu: Some(600),
+            ..own.limits
+        },
+        env,
+        cwd: own.cwd,
+        user: own.user,
+    }
+}
+
 /// A reference host: task sources come from models too. It compiles, so it may start processes; on CUDA it
 /// needs the driver's device files.
 pub(super) fn host(toolchain: &Toolchain, device: Device, scratch: &Path) -> Confinement {

@@ -71,6 +71,22 @@ pub struct Candidate {
     pub files: BTreeMap<String, String>,
 }
 
+impl Candidate {
+    /// Whether it is in a form that can't be a plan: an extension against PyTorch's headers, in KernelBench's form or in
+    /// CUDA Agent's layout.
+    #[must_use]
+    pub fn is_extension(&self) -> bool {
+        let texts = self.files.iter().filter(|(name, _)| name.ends_with(".py")).map(|(_, text)| text.as_str());
+        let (mut extension, mut plan) = (false, false);
+        for line in texts.flat_map(str::lines).map(str::trim_start).filter(|line| !line.starts_with('#')) {
+            plan |= line.contains("kernelfleet_ext");
+            extension |=
+                line.contains("load_inline") || line.contains("cpp_extension") || line.contains("cuda_extension");
+        }
+        extension && !plan
+    }
+}
+
 /// What a candidate comes to: its plan, an image a module of the plan, and their digests as verdicts name them.
 #[derive(Clone, Debug)]
 pub struct Artifacts {
@@ -79,10 +95,24 @@ pub struct Artifacts {
     pub digests: BTreeMap<String, String>,
 }
 
+/// Which way a candidate is judged (`docs/measuring.md`, "Two paths, two grades").
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, Hash)]
+#[serde(rename_all = "lowercase")]
+pub enum PathChoice {
+    /// As a launch plan; what no plan can say is refused.
+    #[default]
+    Plan,
+    /// In a process of its own, as it is.
+    Process,
+    /// In a process of its own where it is in a form that can't be a plan.
+    Auto,
+}
+
 /// How a job wants its candidates judged.
 #[derive(Clone, Debug)]
 pub struct Options {
     pub device: Device,
+    pub path: PathChoice,
     pub precision: Precision,
     pub tolerance: Tolerance,
     /// Library calls that a plan may make: `matmul`, `conv`.
@@ -105,6 +135,7 @@ impl Default for Options {
     fn default() -> Self {
         Self {
             device: Device::Cpu,
+            path: PathChoice::Plan,
             precision: Precision::Reference,
             tolerance: Tolerance::Contract,
             libraries: vec!["matmul".into(), "conv".into()],
@@ -125,4 +156,32 @@ pub enum Effort {
     Verify,
     /// The contract in full.
     Final,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(text: &str) -> Candidate {
+        Candidate { files: BTreeMap::from([("model_new.py".to_owned(), text.to_owned())]) }
+    }
+
+    #[test]
+    fn a_candidate_that_builds_an_extension_cant_be_a_plan_and_one_that_only_talks_of_it_can() {
+        for text in [
+            "from torch.utils.cpp_extension import load_inline",
+            "import torch.utils.cpp_extension",
+            "import torch\nimport cuda_extension\n",
+            "try:\n    import cuda_extension\nexcept ImportError:\n    pass",
+        ] {
+            assert!(of(text).is_extension(), "{text}");
+        }
+        for text in [
+            "import kernelfleet_ext as kf",
+            "# once with load_inline\nimport torch",
+            "import kernelfleet_ext as kf  # no load_inline here",
+        ] {
+            assert!(!of(text).is_extension(), "{text}");
+        }
+    }
 }

@@ -65,20 +65,24 @@ fn ask(
     fds: &[BorrowedFd<'_>],
     timeout: Duration,
 ) -> Result<Frame, Error> {
-    let gone = |e: wire::Error| {
-        let timeout = matches!(e, wire::Error::Timeout(_));
-        let what = match e {
-            wire::Error::Closed => format!("ended during `{}`", body["op"].as_str().unwrap_or("?")),
-            wire::Error::Timeout(s) => {
-                format!("gave no answer to `{}` within {s:.0} s", body["op"].as_str().unwrap_or("?"))
-            }
-            other => format!("sent a bad answer to `{}`: {other}", body["op"].as_str().unwrap_or("?")),
-        };
-        Error::Gone { role: role.to_owned(), what, timeout }
-    };
+    let op = body["op"].as_str().unwrap_or("?");
     let start = Instant::now();
-    let frame = channel.call(body, fds, Some(timeout)).map_err(gone)?;
-    tracing::debug!(role, op = body["op"].as_str().unwrap_or("?"), seconds = start.elapsed().as_secs_f64(), "answered");
+    let frame = channel.call(body, fds, Some(timeout)).map_err(|e| gone(role, op, &e))?;
+    tracing::debug!(role, op, seconds = start.elapsed().as_secs_f64(), "answered");
+    answer(frame)
+}
+
+/// What a failure to exchange a frame says of the process at the other end.
+fn gone(role: &str, op: &str, error: &wire::Error) -> Error {
+    let what = match error {
+        wire::Error::Closed => format!("ended during `{op}`"),
+        wire::Error::Timeout(s) => format!("gave no answer to `{op}` within {s:.0} s"),
+        other => format!("sent a bad answer to `{op}`: {other}"),
+    };
+    Error::Gone { role: role.to_owned(), what, timeout: matches!(error, wire::Error::Timeout(_)) }
+}
+
+fn answer(frame: Frame) -> Result<Frame, Error> {
     if frame.body["ok"].as_bool() == Some(true) {
         return Ok(frame);
     }
@@ -199,6 +203,60 @@ impl Forked {
         ask(&self.role, &mut self.channel, body, fds, timeout)
     }
 
+    /// Asks a process that stands still. Returns its answer and the microseconds from when it was let go until all its
+    /// threads stood still again: what works on after the answer works on frozen time.
+    ///
+    /// # Errors
+    /// As `ask`; `Gone` as late where a thread can't be stopped.
+    pub fn clocked(&mut self, body: &Value, timeout: Duration) -> Result<(Frame, f64), Error> {
+        let op = body["op"].as_str().unwrap_or("?");
+        self.channel.send(body, &[]).map_err(|e| gone(&self.role, op, &e))?;
+        let start = Instant::now();
+        self.thaw();
+        let received = self.channel.receive(Some(timeout));
+        let still = self.stand_still(Duration::from_secs(10));
+        let microseconds = start.elapsed().as_secs_f64() * 1e6;
+        let frame = received.map_err(|e| gone(&self.role, op, &e))?;
+        if !still {
+            return Err(gone(&self.role, op, &wire::Error::Timeout(10.0)));
+        }
+        Ok((answer(frame)?, microseconds))
+    }
+
+    /// Stops it and waits until all its threads have stopped, or it has ended; false where one does not stop in time.
+    pub fn stand_still(&self, timeout: Duration) -> bool {
+        self.freeze();
+        let end = Instant::now() + timeout;
+        let mut naps = 0u32;
+        while !stopped(self.pid) {
+            if Instant::now() >= end {
+                return false;
+            }
+            // A stop takes microseconds; look again at once first, then be polite.
+            naps += 1;
+            if naps > 200 {
+                std::thread::sleep(Duration::from_micros(50));
+            }
+        }
+        true
+    }
+
+    /// Whether nothing lies in its socket that nobody asked for.
+    #[must_use]
+    pub fn silent(&self) -> bool {
+        let mut byte = 0u8;
+        // SAFETY: `byte` is valid for one byte; nothing is taken from the socket.
+        let got =
+            unsafe { libc::recv(self.channel.raw(), (&raw mut byte).cast(), 1, libc::MSG_PEEK | libc::MSG_DONTWAIT) };
+        got <= 0
+    }
+
+    /// Its threads.
+    #[must_use]
+    pub fn threads(&self) -> usize {
+        std::fs::read_dir(format!("/proc/{}/task", self.pid)).map_or(0, |tasks| tasks.flatten().count())
+    }
+
     /// Stops all its threads (no effect on a process that is gone).
     pub fn freeze(&self) {
         signal(self.pid, libc::SIGSTOP);
@@ -218,6 +276,16 @@ impl Drop for Forked {
             Confinement { user: self.user, ..Confinement::default() }.empty(scratch.path());
         }
     }
+}
+
+/// Whether no thread of a process runs or will: each is stopped or has ended.
+fn stopped(pid: i32) -> bool {
+    let Ok(tasks) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return true };
+    tasks.flatten().all(|task| {
+        let stat = std::fs::read_to_string(task.path().join("stat")).unwrap_or_default();
+        // The name before the state may hold anything but is closed by the last bracket.
+        stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with(['T', 't', 'Z', 'X']))
+    })
 }
 
 pub(super) fn signal(pid: i32, number: i32) {

@@ -10,7 +10,8 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-use super::build::Builder;
+use super::build::extension::Framework;
+use super::build::{Builder, Built};
 use super::cache::{BASELINE, Cache, digest};
 use super::confinement;
 use super::leash::Leash;
@@ -281,6 +282,16 @@ pub struct Judge {
     memory: Arc<Memory>,
     hosts: Mutex<Zygote>,
     recorders: Mutex<Zygote>,
+    /// Started when the first candidate needs a process of its own.
+    processes: Mutex<Option<Processes>>,
+}
+
+/// What candidates' own processes are made from.
+#[derive(Debug)]
+struct Processes {
+    zygote: Zygote,
+    framework: Framework,
+    native: Built,
 }
 
 /// Device memory that open tasks have been promised, in bytes.
@@ -480,6 +491,7 @@ impl Judge {
             version: evaluate::remember::version(toolchain),
             hosts: Mutex::new(hosts),
             recorders: Mutex::new(recorders.map_err(fault)?),
+            processes: Mutex::new(None),
         }))
     }
 
@@ -503,6 +515,56 @@ impl Judge {
         let mut forked = zygote.fork("recorder", &confinement, 1, &json!({}))?;
         forked.scratch = Some(scratch);
         Ok(forked)
+    }
+
+    /// A process for a candidate; with what its extensions are built against and the native part that it loads. `built`: it
+    /// only says what is to be built, without a device.
+    pub(super) fn fork_process(&self, built: bool) -> Result<(Forked, Framework, Built), Error> {
+        let fault = |e: &dyn std::fmt::Display| Error::Fault(format!("a candidate's process can't be started: {e}"));
+        let mut processes = self.processes.lock().unwrap_or_else(PoisonError::into_inner);
+        if processes.is_none() {
+            *processes = Some(self.start_processes()?);
+        }
+        let Some(Processes { zygote, framework, native }) = processes.as_mut() else {
+            return Err(Error::Fault("no candidate's process".into()));
+        };
+        let scratch = scratch().map_err(|e| fault(&e))?;
+        let confinement = confinement::process(&self.toolchain, self.options.device, built, scratch.path());
+        confinement.own(scratch.path()).map_err(|e| fault(&e))?;
+        let mut forked = zygote
+            .fork("candidate's process", &confinement, self.toolchain.threads, &json!({}))
+            .map_err(|e| fault(&e))?;
+        forked.scratch = Some(scratch);
+        Ok((forked, framework.clone(), native.clone()))
+    }
+
+    fn start_processes(&self) -> Result<Processes, Error> {
+        let env: BTreeMap<String, String> = [
+            // Recycled memory, as eager has it.
+            ("MALLOC_MMAP_THRESHOLD_", "17179869184".to_owned()),
+            ("MALLOC_TRIM_THRESHOLD_", "17179869184".to_owned()),
+            ("MALLOC_TOP_PAD_", "268435456".to_owned()),
+            ("PYTORCH_NVML_BASED_CUDA_CHECK", "1".to_owned()),
+            ("CUDA_MODULE_LOADING", "LAZY".to_owned()),
+            ("OMP_NUM_THREADS", self.toolchain.threads.to_string()),
+        ]
+        .into_iter()
+        .map(|(k, v)| (k.to_owned(), v))
+        .collect();
+        let python_path = self.toolchain.agent_image.join("python");
+        let fault = |e: process::Error| Error::Fault(e.to_string());
+        let command = python_command(&self.toolchain.python, "kernelfleet_process", &python_path, &env);
+        let mut zygote = Zygote::start("zygote of candidates' processes", command).map_err(fault)?;
+        let said = zygote.ask(&json!({"op": "ping"}), Duration::from_secs(60)).map_err(fault)?.body;
+        let text = |key: &str| said["versions"][key].as_str().unwrap_or_default().to_owned();
+        let framework = Framework {
+            version: format!("{} {}", text("torch"), text("python")),
+            root: text("torch_root").into(),
+            python: text("python_include").into(),
+            abi: text("abi"),
+        };
+        let native = self.builder.native(&framework).map_err(|e| Error::Fault(e.to_string()))?;
+        Ok(Processes { zygote, framework, native })
     }
 
     fn fork_host(&self, role: &str) -> Result<Forked, process::Error> {

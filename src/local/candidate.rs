@@ -17,7 +17,7 @@ pub const MAX_BYTES: u64 = 8 << 20;
 pub enum Error {
     #[error("{path} can't be read: {source}")]
     Read { path: PathBuf, source: std::io::Error },
-    #[error("{0} is not a folder; a candidate is a folder with model_new.py and kernels/")]
+    #[error("{0} is not a folder; a candidate is a folder with model_new.py and kernels/, or a single .py file")]
     NotAFolder(PathBuf),
     #[error("{0} has no model_new.py, the file that defines ModelNew")]
     NoModelNew(PathBuf),
@@ -35,11 +35,17 @@ pub enum Error {
     EmptyBatch(PathBuf),
 }
 
-/// Reads one candidate. Hidden files and `__pycache__` are left out.
+/// Reads one candidate: its folder, or the one file that is all of it. Hidden files and `__pycache__` are left out, of CUDA
+/// Agent's layout also what its compile.sh has made: that is made anew.
 ///
 /// # Errors
 /// Names the file that is in the way.
 pub fn read(folder: &Path) -> Result<Candidate, Error> {
+    if folder.is_file() && folder.extension().is_some_and(|e| e == "py") {
+        let text = std::fs::read(folder).map_err(|source| Error::Read { path: folder.to_path_buf(), source })?;
+        let text = String::from_utf8(text).map_err(|_| Error::NotText(folder.to_path_buf()))?;
+        return Ok(Candidate { files: BTreeMap::from([("model_new.py".to_owned(), text)]) });
+    }
     if !folder.is_dir() {
         return Err(Error::NotAFolder(folder.to_path_buf()));
     }
@@ -67,6 +73,9 @@ fn walk(root: &Path, folder: &Path, files: &mut BTreeMap<String, String>, bytes:
         if name.starts_with('.') || name == "__pycache__" {
             continue;
         }
+        if made(root, folder, name) {
+            continue;
+        }
         let metadata = std::fs::symlink_metadata(&path).map_err(|e| failed(&path, e))?;
         if metadata.is_symlink() {
             return Err(Error::Link(path));
@@ -91,6 +100,12 @@ fn walk(root: &Path, folder: &Path, files: &mut BTreeMap<String, String>, bytes:
         files.insert(inside, text);
     }
     Ok(())
+}
+
+/// Whether it is a product of CUDA Agent's compile.sh.
+fn made(root: &Path, folder: &Path, name: &str) -> bool {
+    let product = name.ends_with(".so") || name.ends_with(".o") || (folder == root && name == "build");
+    product && root.join("binding.cpp").is_file()
 }
 
 /// Reads every subfolder with a `model_new.py`, by name.
@@ -154,6 +169,22 @@ mod tests {
         let other = tempfile::tempdir().unwrap();
         write(&other.path().join("best"), &candidate).unwrap();
         assert_eq!(read(&other.path().join("best")).unwrap(), candidate);
+    }
+
+    #[test]
+    fn a_single_file_is_a_candidate_and_what_cuda_agents_script_has_made_is_left_out() {
+        let folder = folder();
+        std::fs::create_dir(folder.path().join("build")).unwrap();
+        for name in ["build/x.o", "cuda_extension.so", "kernels/x.o"] {
+            std::fs::write(folder.path().join(name), [0xff]).unwrap();
+        }
+        assert!(read(folder.path()).unwrap_err().to_string().contains("is not UTF-8"));
+        std::fs::write(folder.path().join("binding.cpp"), "z").unwrap();
+        let candidate = read(folder.path()).unwrap();
+        assert_eq!(candidate.files.keys().collect::<Vec<_>>(), ["binding.cpp", "kernels/a.cpp", "model_new.py"]);
+        let single = folder.path().join("solution.py");
+        std::fs::write(&single, "x").unwrap();
+        assert_eq!(read(&single).unwrap().files, BTreeMap::from([("model_new.py".into(), "x".into())]));
     }
 
     #[test]

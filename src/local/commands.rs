@@ -21,7 +21,9 @@ use super::summary::summarise;
 use super::{candidate, choose, doctor, export, render, run};
 use crate::api::job::{self, OptimizationJob};
 use crate::api::manifest::{self, Manifest};
-use crate::judge::{self, Candidate, Device, Effort, Judge, Options, Precision, Slice, TaskSource, Tolerance, Verdict};
+use crate::judge::{
+    self, Candidate, Device, Effort, Judge, Options, PathChoice, Precision, Slice, TaskSource, Tolerance, Verdict,
+};
 use crate::task::{init, source, syntax};
 
 /// How a subcommand ended, when not well.
@@ -154,6 +156,10 @@ pub struct JudgeArguments {
     pub candidate: Option<PathBuf>,
     pub batch: Option<PathBuf>,
     pub device: Option<Device>,
+    /// What the form of a candidate decides if nothing is said on the CPU device; `Plan` on a card.
+    pub path: Option<PathChoice>,
+    /// Verdicts below the grade `enforced` don't count.
+    pub enforced: bool,
     pub precision: Precision,
     pub tolerance: Tolerance,
     pub libraries: Vec<String>,
@@ -190,10 +196,12 @@ pub fn judge(arguments: &JudgeArguments) -> Result<(), Failure> {
     };
     let kept = keep_folders(arguments, &candidates)?;
     let device = pick(arguments.device);
+    let path = path(arguments, device)?;
     let environment = ready(device)?;
     refuse_by_syntax(&task, &environment)?;
     let options = Options {
         device,
+        path,
         precision: arguments.precision,
         tolerance: arguments.tolerance,
         libraries: arguments.libraries.clone(),
@@ -206,7 +214,9 @@ pub fn judge(arguments: &JudgeArguments) -> Result<(), Failure> {
     for (folder, ((_, candidate), (_, verdict))) in kept.iter().zip(candidates.iter().zip(&verdicts)) {
         run::keep_judged(folder, &task, candidate, verdict)
             .map_err(|e| Failure::Fault(format!("the result can't be kept in {}: {e}", folder.display())))?;
-        if verdict.correct {
+        if verdict.correct && !verdict.digests.contains_key("plan") {
+            eprintln!("kept in {}; it runs as it is, so there is nothing to export", folder.display());
+        } else if verdict.correct {
             eprintln!("kept in {0}; next: kernelfleet export --result {0} -o PACKAGE", folder.display());
         } else {
             eprintln!("kept in {}; only a correct candidate can be exported", folder.display());
@@ -219,6 +229,22 @@ pub fn judge(arguments: &JudgeArguments) -> Result<(), Failure> {
                 verdicts.iter().map(|(name, verdict)| json!({"candidate": name, "verdict": verdict})).collect();
             print(arguments.output, &value, || render::batch(&task.name, &verdicts))
         }
+    }
+}
+
+/// Which path candidates take; none whose verdicts wouldn't count.
+fn path(arguments: &JudgeArguments, device: Device) -> Result<PathChoice, Failure> {
+    let usual = if device == Device::Cpu { PathChoice::Auto } else { PathChoice::Plan };
+    match (arguments.path.unwrap_or(usual), device) {
+        (_, Device::Cpu) if arguments.enforced => Err(Failure::Request(
+            "--minimum-grade enforced: verdicts of the cpu device are `observed`; use a GPU, or accept `observed`".into(),
+        )),
+        (PathChoice::Process, _) if arguments.enforced => Err(Failure::Request(
+            "--minimum-grade enforced: verdicts of the process path are `observed`; use --path plan, or accept `observed`"
+                .into(),
+        )),
+        (PathChoice::Auto, _) if arguments.enforced => Ok(PathChoice::Plan),
+        (path, _) => Ok(path),
     }
 }
 

@@ -10,7 +10,9 @@ use serde_json::Value;
 use super::run::{Bench, Court, Trouble};
 use crate::api::job;
 use crate::judge::verdict::{LaunchEvidence, Reason};
-use crate::judge::{self, Candidate, Device, Effort, Judge, Options, Precision, TaskSource, Tolerance, Verdict};
+use crate::judge::{
+    self, Candidate, Device, Effort, Judge, Options, PathChoice, Precision, TaskSource, Tolerance, Verdict,
+};
 use crate::task::graph::Graph;
 use crate::task::syntax;
 
@@ -131,6 +133,12 @@ pub fn placed(path: &Path, refusal: &syntax::Refusal) -> String {
 pub fn options(judge: &job::Judge, device: Device) -> Options {
     Options {
         device,
+        // On a card only when a person asks for it: the process path has not been shown there.
+        path: if device == Device::Cpu && judge.minimum_grade == job::Grade::Observed {
+            PathChoice::Auto
+        } else {
+            PathChoice::Plan
+        },
         precision: match judge.precision {
             job::Precision::Reference => Precision::Reference,
             job::Precision::Tf32 => Precision::Tf32,

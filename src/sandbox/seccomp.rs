@@ -229,6 +229,12 @@ pub fn recorder() -> Vec<u8> {
     bytes(&program(Role { processes: false, programs: false, unix: false, anything: false }))
 }
 
+/// A candidate's own process on a card: as a recording, but the driver may open local sockets.
+#[must_use]
+pub fn process_cuda() -> Vec<u8> {
+    bytes(&program(Role { processes: false, programs: false, unix: true, anything: false }))
+}
+
 /// A compiler on hostile sources.
 #[must_use]
 pub fn builder() -> Vec<u8> {
@@ -346,13 +352,14 @@ mod tests {
         }
     }
 
-    const ROLES: [Role; 6] = [
+    const ROLES: [Role; 7] = [
         Role { processes: false, programs: false, unix: false, anything: false },
         Role { processes: false, programs: true, unix: false, anything: false },
         Role { processes: false, programs: true, unix: true, anything: false },
         Role { processes: true, programs: true, unix: false, anything: false },
         Role { processes: true, programs: true, unix: true, anything: false },
         Role { processes: true, programs: true, unix: true, anything: true },
+        Role { processes: false, programs: false, unix: true, anything: false },
     ];
 
     fn call(role: Role, nr: c_long, arg0: i32) -> u32 {

@@ -25,6 +25,8 @@ WORK = ROOT / "results/gpu"
 SECONDS = 520
 # No further case of the library stage is begun after so many seconds.
 LIBRARY_SECONDS = 160
+# Judgements of the candidate that answers early.
+EARLY = 50
 # Candidate over eager is near 1 within 5 %.
 NEAR = math.log(1.05)
 OVER = {"median": "median", "low": "high", "high": "low"}
@@ -333,7 +335,44 @@ def library(tasks: Path) -> dict[str, Any]:
     return {"rows": rows, "left": len(CASES) - len(rows), "not_near_1": far}
 
 
-STAGES = {"smoke": smoke, "check": check, "policy": policy, "repeat": repeat, "batch": batch, "library": library}
+def process(tasks: Path) -> dict[str, Any]:
+    """Candidates that can't be plans, as they are: honest ones, an operator behind a decoy, and one that answers early, again
+    and again. Build seconds are those of the first judgement of each."""
+    folder = ROOT / "tests/gpu/process"
+    start, rows = time.monotonic(), []
+    for case in sorted(p for p in folder.iterdir() if (p / "task.py").exists()):
+        for number in range(EARLY if case.name == "early_done" else 1):
+            kept = WORK / "process" / f"{case.name}-{number}.json"
+            if not kept.exists():
+                if time.monotonic() - start > SECONDS - 60:
+                    continue
+                arguments = ["judge", "--task", str(case / "task.py"), "--candidate", str(case / "candidate")]
+                arguments += ["--device", "cuda", "--path", "process", "--no-cache", "-o", "json"]
+                status, out, err, seconds = command(arguments, 200)
+                verdict = json.loads(out) if out.strip().startswith("{") else {}
+                keys = ("reward", "correct", "reason", "grade", "speedup", "time_us", "phases_seconds", "isolation")
+                row = {"case": case.name, "number": number, "status": status, "seconds": round(seconds, 1)}
+                row |= {key: verdict.get(key) for key in keys} | {"stderr": err[-2000:]}
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                kept.write_text(json.dumps(row, indent=1) + "\n")
+                print(case.name, number, row["status"], row["reward"], row["reason"], flush=True)
+            rows.append(json.loads(kept.read_text()))
+    early = [row for row in rows if row["case"] == "early_done"]
+    refused = [row for row in early if row["correct"] is False]
+    # What isn't refused has paid for the wait, since the clock runs until outputs are copied: the work takes about 1 ms.
+    paid = [r for r in early if r["correct"] and r["time_us"]["candidate"]["median"] > 500]
+    return {"rows": rows, "early_done": {"judged": len(early), "refused": len(refused), "paid": len(paid)}}
+
+
+STAGES = {
+    "smoke": smoke,
+    "process": process,
+    "check": check,
+    "policy": policy,
+    "repeat": repeat,
+    "batch": batch,
+    "library": library,
+}
 
 
 def main() -> int:

@@ -47,6 +47,25 @@ class Slot:
     sizes: list[Measure | None] = field(default_factory=list)
 
 
+class Own:
+    """A buffer of our own in the place of another process's."""
+
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+        self.size = shared.size
+
+    def read(self, offset: int, count: int) -> torch.Tensor:
+        """The memory itself."""
+        return self._shared.base[offset : offset + count]
+
+    def write(self, offset: int, data: torch.Tensor) -> None:
+        """Copies `data` in."""
+        self._shared.base[offset : offset + data.numel()].copy_(data)
+
+    def close(self) -> None:
+        """It stays whose it is."""
+
+
 @dataclass
 class Bound:
     """Where one output of the candidate lies: in its own buffer, in an input or in a tensor of the state."""
@@ -675,11 +694,17 @@ class Reference:
     # ---- comparison ----
 
     def bind(
-        self, outputs: list[dict[str, Any]], structure: Any, fds: list[int], workspaces: list[dict[str, Any]]
+        self,
+        outputs: list[dict[str, Any]],
+        structure: Any,
+        fds: list[int],
+        workspaces: list[dict[str, Any]],
+        pool: Shared | None = None,
     ) -> None:
         """Takes the candidate's output buffers; checks that they can equal the reference's.
 
-        `workspaces` are poisoned with the outputs and never read.
+        `workspaces` are poisoned with the outputs and never read. `pool`: a buffer of our own that outputs without a
+        descriptor lie in.
         """
         self.unbind()
         if not same_structure(structure, self.structure):
@@ -719,7 +744,7 @@ class Reference:
                 place.state = str(record["parameter"])
                 size = min(size, self.state_metas[place.state].span if place.state in self.state_metas else 0)
             else:
-                place.foreign = adopt(record.get("fd"), size)
+                place.foreign = Own(pool) if pool is not None else adopt(record.get("fd"), size)
                 size = min(size, place.foreign.size)
             if offset % want.dtype.itemsize or offset + meta.span > size:
                 raise Refused("bounds", f"output {i} lies outside of its buffer of {size} bytes")

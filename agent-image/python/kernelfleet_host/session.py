@@ -17,6 +17,7 @@ from kernelfleet_zygote.wire import close_all
 from kernelfleet_host import buffers
 from kernelfleet_host.check import check
 from kernelfleet_host.compile import Compiled
+from kernelfleet_host.handover import Handover
 from kernelfleet_host.profile import launches
 from kernelfleet_host.reference import Reference
 from kernelfleet_host.timing import copy_rate
@@ -33,6 +34,7 @@ class Session:
         self.start = start
         self._reference: Reference | None = None
         self._compiled: Compiled | None = None
+        self._handover: Handover | None = None
         self._floor: Message | None = None
         self._exported = False
         self._estimated: tuple[Any, Reference] | None = None
@@ -54,6 +56,11 @@ class Session:
             "profile": self.profile,
             "floor": self.floor,
             "check": self.check,
+            "flush": self.flush,
+            "share": self.share,
+            "release": self.release,
+            "snapshot": self.snapshot,
+            "returned": self.returned,
         }
 
         def plain(function: Any) -> Any:
@@ -102,6 +109,9 @@ class Session:
         """`open`."""
         if self._reference is not None:
             self._reference.close()
+        if self._handover is not None:
+            self._handover.close()
+        self._handover = None
         self._reference = None
         self._compiled = None
         self._exported = False
@@ -211,6 +221,40 @@ class Session:
         self.reference.poison(integer(request, "seed"))
         return {}
 
+    def flush(self, _request: Message) -> Reply:
+        """`flush`."""
+        self.reference.timer().flush()
+        return {}
+
+    def share(self, request: Message) -> Reply:
+        """`share`: once; asked again it gives new descriptors of the same memory."""
+        if self._handover is None:
+            self._handover = Handover(self.reference, integer(request, "bytes"))
+        records, fds = self._handover.exports()
+        return {"shared": records}, fds
+
+    def release(self, request: Message) -> Reply:
+        """`release`."""
+        self.handover.release(integer(request, "slot"))
+        return {}
+
+    def snapshot(self, request: Message) -> Reply:
+        """`snapshot`."""
+        self.handover.snapshot(integer(request, "slot"), listed(request, "outputs"), request.get("structure"))
+        return {}
+
+    def returned(self, request: Message) -> Reply:
+        """`returned`."""
+        self.handover.returned(integer(request, "slot"))
+        return {}
+
+    @property
+    def handover(self) -> Handover:
+        """What is shared with a candidate's own process."""
+        if self._handover is None:
+            raise Refused("malformed", "nothing is shared")
+        return self._handover
+
     def compile(self, request: Message) -> Reply:
         """`compile`."""
         if self._compiled is None:
@@ -293,11 +337,11 @@ def text(request: Message, name: str) -> str:
     return value
 
 
-def listed(request: Message, name: str) -> list[int]:
-    """A list of slot numbers."""
+def listed(request: Message, name: str) -> list[Any]:
+    """A required list."""
     value = request.get(name)
     if not isinstance(value, list):
-        raise Refused("malformed", f"{name} is a list of slots")
+        raise Refused("malformed", f"{name} is a list")
     return value
 
 

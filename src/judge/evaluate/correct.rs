@@ -2,16 +2,15 @@
 //!
 //! Knows input sets and the words for a mismatch. Must not know what a time means.
 
-use std::os::fd::AsFd;
 use std::time::Instant;
 
 use serde_json::{Value, json};
 
 use super::evidence::Evidence;
-use super::record::Recording;
-use super::run::{RUNNER, Run, limit};
-use super::{Budget, Stop, constants, reason};
-use crate::judge::runner::client::{Error as RunnerError, write_constants};
+use super::run::{RUNNER, Run};
+use super::subject::Subject;
+use super::{Budget, Stop, reason};
+use crate::judge::runner::client::Error as RunnerError;
 use crate::judge::session::{Error, MINUTES, Session, secret_seed, task_error};
 use crate::judge::timing;
 
@@ -56,29 +55,9 @@ pub(super) fn eager(session: &mut Session, slots: &[usize]) -> Result<(Vec<f64>,
     Ok((times, timing::median(&list("wall_us"))))
 }
 
-/// Runs the candidate once on a slot; microseconds.
-pub(super) fn sample(session: &mut Session, run: &mut Run, slot: usize) -> Result<f64, Stop> {
-    run.samples += 1;
-    let seed = secret_seed()?;
-    if !run.cpu {
-        let (sample, _) = run.runner.run(slot, seed, run.limit).map_err(|e| run.failure(e))?;
-        run.clocks.0 += sample.time_us;
-        run.clocks.1 += sample.wall_us;
-        return Ok(sample.time_us);
-    }
-    session
-        .host
-        .ask(&json!({"op": "poison", "seed": seed}), &[], MINUTES)
-        .map_err(|e| task_error(&session.fixed.task, e))?;
-    session.host.freeze();
-    let ended = clocked(run, |run| run.runner.run(slot, seed, run.limit).map(|_| ()));
-    session.host.thaw();
-    Ok((ended? - run.null_us).max(0.1))
-}
-
 /// Wall microseconds of a request to a stopped CPU runner, until every thread of it has stopped again: what still
 /// works after the answer works on frozen time.
-fn clocked(run: &mut Run, work: impl FnOnce(&mut Run) -> Result<(), RunnerError>) -> Result<f64, Stop> {
+pub(super) fn clocked(run: &mut Run, work: impl FnOnce(&mut Run) -> Result<(), RunnerError>) -> Result<f64, Stop> {
     let start = Instant::now();
     let ended = work(run).and_then(|()| run.runner.stop(RUNNER));
     let wall = start.elapsed().as_secs_f64() * 1e6;
@@ -86,16 +65,15 @@ fn clocked(run: &mut Run, work: impl FnOnce(&mut Run) -> Result<(), RunnerError>
     Ok(wall)
 }
 
-pub(super) fn compare(session: &mut Session, slot: usize, run: &Run, what: &str) -> Result<(), Stop> {
+pub(super) fn compare(session: &mut Session, slot: usize, subject: &mut dyn Subject, what: &str) -> Result<(), Stop> {
+    subject.show(session)?;
     let body = json!({"op": "compare", "slot": slot, "tolerance": session.fixed.judge.options.tolerance});
     let frame = session.host.ask(&body, &[], MINUTES).map_err(|e| task_error(&session.fixed.task, e))?;
     if frame.body["match"].as_bool() == Some(true) {
         return Ok(());
     }
     let mut found = reason("mismatch", mismatch(&frame.body["detail"], what));
-    if run.names.len() == 1 {
-        found.launch = Some(run.names[0].0.clone());
-    }
+    found.launch = subject.only();
     Err(Stop::Candidate(Box::new(found)))
 }
 
@@ -136,33 +114,13 @@ fn mismatch(detail: &Value, what: &str) -> String {
 
 pub(super) fn correctness(
     session: &mut Session,
-    recording: &Recording,
-    run: &mut Run,
+    subject: &mut dyn Subject,
     budget: &Budget,
     evidence: &mut Evidence,
 ) -> Result<(), Stop> {
-    if run.cpu {
-        let mut nulls = Vec::new();
-        for _ in 0..15 {
-            nulls.push(clocked(run, |run| run.runner.null(1, run.limit).map(|_| ()))?);
-        }
-        run.null_us = timing::median(&nulls).unwrap_or(0.0);
-    }
+    subject.calibrate(session)?;
     for set in 0..budget.parameter_sets {
-        if set > 0 {
-            constants::unchanged(session, recording, run)?;
-            session.select(set)?;
-            let constants = &recording.constants[set];
-            if let Some(fd) = &constants.fd {
-                let written = if run.cpu {
-                    write_constants(&recording.plan, &run.loaded.constants, fd.as_fd(), &constants.items)
-                } else {
-                    run.runner.constants(fd.as_fd(), &constants.items, RUNNER)
-                };
-                written.map_err(|e| run.failure(e))?;
-            }
-        }
-        constants::note(session, recording, run)?;
+        subject.select(session, set)?;
         let plain = std::iter::repeat_n(PLAIN, budget.inputs);
         let scaled: &[Transform] = if budget.scaled { &SCALED } else { &SCALED[2..3] };
         for (i, transform) in plain.chain(scaled.iter().copied()).enumerate() {
@@ -172,15 +130,15 @@ pub(super) fn correctness(
             }
             let (times, _) = eager(session, &[0])?;
             session.eager_us = times[0];
-            run.limit = limit(session.eager_us);
-            sample(session, run, 0)?;
+            subject.bound_by(session.eager_us);
+            subject.sample(session, 0)?;
             let what = match transform.kind {
                 "none" => format!("input set {} of parameter set {}", i + 1, set + 1),
                 "scale" => format!("inputs scaled by {:e}", transform.factor),
                 "shift" => format!("inputs shifted by {}", transform.factor),
                 _ => "negated inputs".to_owned(),
             };
-            compare(session, 0, run, &what)?;
+            compare(session, 0, subject, &what)?;
             evidence.compared += 1;
         }
     }

@@ -128,7 +128,7 @@ fn touched(plan: &Plan, op: &Op) -> u64 {
 }
 
 /// Refuses what can't be: outputs written faster than the card copies. Marks what a person should look at.
-pub(super) fn sanity(session: &mut Session, plan: &Plan, evidence: &mut Evidence) -> Result<(), Stop> {
+pub(super) fn sanity(session: &mut Session, output_bytes: u64, evidence: &mut Evidence) -> Result<(), Stop> {
     let Some(time) = timing::median(&evidence.candidate_us) else { return Ok(()) };
     let cuda = session.fixed.judge.options.device == Device::Cuda;
     let floor = session.host.ask(&json!({"op": "floor"}), &[], MINUTES).map(|frame| frame.body).unwrap_or_default();
@@ -140,9 +140,7 @@ pub(super) fn sanity(session: &mut Session, plan: &Plan, evidence: &mut Evidence
                 launch.roofline = Some((bytes / us / 1e3 / rate).min(1.0));
             }
         }
-        let outputs: BTreeSet<usize> = plan.outputs.iter().map(|o| o.buffer).collect();
-        let bytes: u64 = outputs.iter().map(|o| plan.buffers[*o].bytes).sum();
-        let floor = (bytes as f64 - cache).max(0.0) / (rate * 1e3);
+        let floor = (output_bytes as f64 - cache).max(0.0) / (rate * 1e3);
         if cuda && time < floor {
             return Err(incorrect(
                 "impossible",

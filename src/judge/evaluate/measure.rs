@@ -6,9 +6,10 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-use super::correct::{PLAIN, compare, draw, eager, sample};
+use super::correct::{PLAIN, compare, draw, eager};
 use super::evidence::Evidence;
 use super::run::{RUNNER, Run};
+use super::subject::{Subject, on_cpu};
 use super::{Budget, Stop};
 use crate::judge::cache::{BASELINE, Baseline};
 use crate::judge::session::{MINUTES, Session, secret_seed, task_error};
@@ -38,7 +39,7 @@ pub(super) fn settle(run: &mut Run, evidence: &mut Evidence) -> Result<(), Stop>
 
 pub(super) fn measure(
     session: &mut Session,
-    run: &mut Run,
+    subject: &mut dyn Subject,
     budget: &Budget,
     evidence: &mut Evidence,
 ) -> Result<(), Stop> {
@@ -49,16 +50,13 @@ pub(super) fn measure(
         evidence.shared("the card drives a display too");
     }
     let mut pids = own(session);
-    pids.push(run.runner.pid());
-    let load = run.cpu.then(|| load::Load::begin(&pids));
+    pids.push(subject.pid());
+    let load = on_cpu(session).then(|| load::Load::begin(&pids));
     let mut walls = Vec::new();
     let mut block = 0;
     loop {
-        if !run.cpu {
-            // No global of the device carries anything from one block into the next.
-            run.runner.reload(RUNNER).map_err(|e| run.failure(e))?;
-        }
-        measure_block(session, run, budget, block, &mut random, evidence, &mut walls)?;
+        subject.block(session)?;
+        measure_block(session, subject, budget, block, &mut random, evidence, &mut walls)?;
         block += 1;
         if block >= budget.blocks {
             let found = timing::speedup(&evidence.eager_us, &evidence.candidate_us, 3);
@@ -82,17 +80,14 @@ pub(super) fn measure(
         evidence
             .shared(&format!("other programs used {:.0} % of the processors while this was measured", 100.0 * share));
     }
-    if run.cpu {
-        let fast = timing::median(&evidence.candidate_us).is_some_and(|t| t < 3.0 * run.null_us);
-        if fast {
-            evidence.notes.push(format!(
-                "the candidate takes less than three round trips of the clock ({:.0} us): too little work for a verdict on speed here",
-                run.null_us
-            ));
-        }
-    } else {
-        cross_check(run, evidence)?;
+    if let Some(null) = subject.null_us()
+        && timing::median(&evidence.candidate_us).is_some_and(|t| t < 3.0 * null)
+    {
+        evidence.notes.push(format!(
+            "the candidate takes less than three round trips of the clock ({null:.0} us): too little work for a verdict on speed here"
+        ));
     }
+    subject.cross_check(evidence)?;
     evidence.eager_wall = timing::median(&walls);
     let baseline = &evidence.eager_us;
     evidence.speedup.eager = timing::speedup(baseline, &evidence.candidate_us, 4);
@@ -108,7 +103,7 @@ fn own(session: &Session) -> Vec<u32> {
 
 /// Device events live in a context with hostile device code: their sum is held against the host's clock, less what
 /// as many empty plans take on it. A gap is a reason to look, since work of the driver shows in it too.
-fn cross_check(run: &mut Run, evidence: &mut Evidence) -> Result<(), Stop> {
+pub(super) fn cross_check(run: &mut Run, evidence: &mut Evidence) -> Result<(), Stop> {
     let (nulls, _) = run.runner.null(10, RUNNER).map_err(|e| run.failure(e))?;
     let null = timing::median(&nulls.wall_us).unwrap_or(0.0);
     let host = run.clocks.1 - null * run.samples as f64;
@@ -123,7 +118,7 @@ fn cross_check(run: &mut Run, evidence: &mut Evidence) -> Result<(), Stop> {
 
 fn measure_block(
     session: &mut Session,
-    run: &mut Run,
+    subject: &mut dyn Subject,
     budget: &Budget,
     block: usize,
     random: &mut Random,
@@ -131,6 +126,7 @@ fn measure_block(
     walls: &mut Vec<f64>,
 ) -> Result<(), Stop> {
     let mut left = budget.block;
+    let (mut candidate_us, mut eager_us) = (Vec::new(), Vec::new());
     while left > 0 {
         let count = left.min(session.slots);
         left -= count;
@@ -146,10 +142,10 @@ fn measure_block(
         }
         let mut chosen = Vec::new();
         for &slot in &slots {
-            evidence.candidate_us.push(sample(session, run, slot)?);
+            candidate_us.push(subject.sample(session, slot)?);
             if budget.compare && random.below(4) == 0 {
                 if eager_first || count > 1 {
-                    compare(session, slot, run, "a timed input set")?;
+                    compare(session, slot, subject, "a timed input set")?;
                     evidence.compared += 1;
                 } else {
                     chosen.push(slot);
@@ -161,12 +157,20 @@ fn measure_block(
             None => eager(session, &slots)?,
         };
         for slot in chosen {
-            compare(session, slot, run, "a timed input set")?;
+            compare(session, slot, subject, "a timed input set")?;
             evidence.compared += 1;
         }
-        evidence.eager_us.extend(times);
+        eager_us.extend(times);
         walls.extend(wall);
     }
+    if subject.summed() {
+        // Work can be moved from one call to another, not out of their sum.
+        let mean = |times: &[f64]| times.iter().sum::<f64>() / times.len().max(1) as f64;
+        let least = subject.resolution();
+        (candidate_us, eager_us) = (vec![mean(&candidate_us).max(least)], vec![mean(&eager_us)]);
+    }
+    evidence.candidate_us.extend(candidate_us);
+    evidence.eager_us.extend(eager_us);
     Ok(())
 }
 

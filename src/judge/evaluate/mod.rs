@@ -10,9 +10,11 @@ mod correct;
 mod evidence;
 mod images;
 mod measure;
+mod process;
 mod record;
 pub(super) mod remember;
 mod run;
+mod subject;
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -21,10 +23,11 @@ use super::cache::digest;
 use super::session::{Error, Fixed, Session, secret_seed};
 use super::timing::Random;
 use super::verdict::{Against, Grade, LaunchEvidence, Measurement, PROCEDURE, Reason, Times, Verdict};
-use super::{Candidate, Device, Effort, build, timing};
+use super::{Candidate, Device, Effort, PathChoice, build, timing};
 use evidence::Evidence;
 use record::Recording;
-use remember::Entry;
+use remember::{Entry, Places};
+use subject::{Planned, Subject};
 
 /// What ends an evaluation before its end.
 pub(super) enum Stop {
@@ -62,7 +65,7 @@ struct Budget {
 }
 
 impl Budget {
-    fn of(session: &Session, effort: Effort) -> Self {
+    fn of(session: &Session, effort: Effort, summed: bool) -> Self {
         let options = &session.fixed.judge.options;
         let stateful = !session.fixed.state.is_empty();
         let cpu = options.device == Device::Cpu;
@@ -83,7 +86,8 @@ impl Budget {
                 inputs: options.inputs,
                 parameter_sets: if stateful { 2 } else { 1 },
                 scaled: true,
-                blocks: if cpu { 8 } else { 3 },
+                // Where a block is one figure, more of them make an interval.
+                blocks: if cpu || summed { 8 } else { 3 },
                 block: if cpu { 4 } else { 10 },
                 seconds: options.measure_seconds.unwrap_or(if cpu { 10.0 } else { 4.0 }),
                 width: 0.01,
@@ -94,9 +98,18 @@ impl Budget {
     }
 }
 
+/// A candidate that can be run.
+enum Made {
+    /// Recorded and built.
+    Plan(Recording, Vec<build::Built>),
+    /// To run as it is; its extensions lie in the cache.
+    Process(Candidate),
+}
+
 /// A candidate that is recorded and built, or the reason why not, with what that took.
 pub(super) struct Ready {
-    outcome: Result<(Recording, Vec<build::Built>), Stop>,
+    outcome: Result<Made, Stop>,
+    grade: Grade,
     evidence: Evidence,
     seconds: f64,
 }
@@ -108,21 +121,42 @@ pub(super) fn ready(fixed: &Fixed, candidate: &Candidate) -> Ready {
     let files: Vec<u8> = serde_json::to_vec(&candidate.files).unwrap_or_default();
     evidence.digests.insert("task".into(), fixed.digest.clone());
     evidence.digests.insert("candidate".into(), digest([files.as_slice()]));
-    let outcome = ready_steps(fixed, candidate, &mut evidence);
-    Ready { outcome, evidence, seconds: start.elapsed().as_secs_f64() }
+    let options = &fixed.judge.options;
+    let by_process = match options.path {
+        PathChoice::Plan => false,
+        PathChoice::Process => true,
+        PathChoice::Auto => candidate.is_extension(),
+    };
+    let enforced = options.device == Device::Cuda && !by_process;
+    let grade = if enforced { Grade::Enforced } else { Grade::Observed };
+    let outcome = if by_process {
+        let made = evidence.time("build", |e| process::build(fixed, candidate, e));
+        made.map(|()| Made::Process(candidate.clone()))
+    } else {
+        ready_steps(fixed, candidate, &mut evidence)
+    };
+    Ready { outcome, grade, evidence, seconds: start.elapsed().as_secs_f64() }
 }
 
-fn ready_steps(
-    fixed: &Fixed,
-    candidate: &Candidate,
-    evidence: &mut Evidence,
-) -> Result<(Recording, Vec<build::Built>), Stop> {
-    let recording = evidence.time("record", |e| record::record(fixed, candidate, e))?;
+fn ready_steps(fixed: &Fixed, candidate: &Candidate, evidence: &mut Evidence) -> Result<Made, Stop> {
+    let recording = evidence.time("record", |e| record::record(fixed, candidate, e)).map_err(other_path)?;
     let plan_text = serde_json::to_vec(&recording.plan).unwrap_or_default();
     evidence.digests.insert("plan".into(), digest([plan_text.as_slice()]));
     record::check_plan(fixed, &recording)?;
     let images = evidence.time("build", |e| images::build_all(fixed, candidate, &recording.plan, e))?;
-    Ok((recording, images))
+    Ok(Made::Plan(recording, images))
+}
+
+/// What no plan can say may be judged as it is: the refusal says how.
+fn other_path(stop: Stop) -> Stop {
+    const HOW: &str = "`kernelfleet judge --path process` judges it as it is, with grade `observed`";
+    match stop {
+        Stop::Candidate(mut reason) if reason.code == "not_expressible" && reason.message.contains("process path") => {
+            reason.hint = Some(reason.hint.map_or_else(|| HOW.to_owned(), |hint| format!("{hint}; {HOW}")));
+            Stop::Candidate(reason)
+        }
+        other => other,
+    }
 }
 
 /// What a candidate comes to before anything runs: for exports.
@@ -130,9 +164,13 @@ pub(super) fn artifacts(fixed: &Fixed, candidate: &Candidate) -> Result<super::A
     let _turn = fixed.judge.quietly();
     let ready = ready(fixed, candidate);
     match ready.outcome {
-        Ok((recording, images)) => {
+        Ok(Made::Plan(recording, images)) => {
             Ok(super::Artifacts { plan: recording.plan, images, digests: ready.evidence.digests })
         }
+        Ok(Made::Process(_)) => Err(Error::request(
+            "not_a_plan",
+            "a candidate that is judged in a process of its own is a package already: nothing is left to export",
+        )),
         Err(Stop::Error(error)) => Err(error),
         Err(Stop::Candidate(reason)) => Err(Error::request(&reason.code, reason.message)),
     }
@@ -142,7 +180,8 @@ pub(super) fn artifacts(fixed: &Fixed, candidate: &Candidate) -> Result<super::A
 pub(super) fn compile(fixed: &Fixed, candidate: &Candidate) -> Result<Result<Vec<LaunchEvidence>, Reason>, Error> {
     let _turn = fixed.judge.quietly();
     match ready(fixed, candidate).outcome {
-        Ok((recording, _)) => Ok(Ok(evidence::steps(&recording.plan))),
+        Ok(Made::Plan(recording, _)) => Ok(Ok(evidence::steps(&recording.plan))),
+        Ok(Made::Process(_)) => Ok(Ok(Vec::new())),
         Err(Stop::Candidate(reason)) => Ok(Err(*reason)),
         Err(Stop::Error(error)) => Err(error),
     }
@@ -168,52 +207,91 @@ pub(super) fn evaluate(session: &mut Session, candidate: &Candidate, effort: Eff
 /// next one's runner is started meanwhile.
 pub(super) fn finish(session: &mut Session, ready: Ready, effort: Effort, more: bool) -> Result<Verdict, Error> {
     let start = Instant::now();
-    let Ready { outcome, mut evidence, seconds } = ready;
-    let (recording, images) = match outcome {
+    let Ready { outcome, grade, mut evidence, seconds } = ready;
+    let made = match outcome {
         Ok(made) => made,
-        Err(stop) => return ended(session, Err(stop), evidence, seconds),
+        Err(stop) => return ended(session, Err(stop), grade, evidence, seconds),
     };
     let fixed = Arc::clone(&session.fixed);
-    let plan = &recording.plan;
-    let known = fixed.judge.options.remembered.map(|share| (share, remember::key(&fixed, &recording, &images, effort)));
+    let known = fixed.judge.options.remembered.map(|share| (share, made.key(&fixed, effort)));
+    let places = made.places();
     let mut stored = None;
     if let Some((share, key)) = &known
         && let Some(entry) = fixed.judge.cache.get::<Entry>(remember::KIND, key)
     {
         if !remember::again(*share, &mut Random::new(secret_seed()?)) {
-            let now = ended(session, Ok(()), evidence, seconds + start.elapsed().as_secs_f64())?;
-            return Ok(entry.told(plan, now));
+            let now = ended(session, Ok(()), grade, evidence, seconds + start.elapsed().as_secs_f64())?;
+            return Ok(entry.told(&places, now));
         }
         stored = Some(entry);
     }
-    let done = steps(session, &recording, &images, effort, more, &mut evidence);
-    let fresh = ended(session, done, evidence, seconds + start.elapsed().as_secs_f64())?;
+    let done = steps(session, &made, effort, more, &mut evidence);
+    let fresh = ended(session, done, grade, evidence, seconds + start.elapsed().as_secs_f64())?;
     let Some((_, key)) = known else { return Ok(fresh) };
     let (verdict, keep) = match stored {
         None => {
             let keep = fresh.counts();
             (fresh, keep)
         }
-        Some(entry) => entry.against(plan, fresh),
+        Some(entry) => entry.against(&places, fresh),
     };
     if keep {
-        fixed.judge.cache.put(remember::KIND, &key, &Entry::new(&verdict, plan));
+        fixed.judge.cache.put(remember::KIND, &key, &Entry::new(&verdict, &places));
     }
     Ok(verdict)
 }
 
+impl Made {
+    /// The name under which a verdict on it is remembered.
+    fn key(&self, fixed: &Fixed, effort: Effort) -> String {
+        match self {
+            Self::Plan(recording, images) => remember::key(fixed, recording, images, effort),
+            Self::Process(candidate) => remember::key_of_files(fixed, candidate, effort),
+        }
+    }
+
+    /// Where each step was recorded; nothing where there are no steps.
+    fn places(&self) -> Places {
+        match self {
+            Self::Plan(recording, _) => Places::of(&recording.plan),
+            Self::Process(_) => Places::default(),
+        }
+    }
+
+    /// Gives it to what runs it.
+    fn start<'a>(
+        &'a self,
+        session: &mut Session,
+        more: bool,
+        evidence: &mut Evidence,
+    ) -> Result<Box<dyn Subject + 'a>, Stop> {
+        Ok(match self {
+            Self::Plan(recording, images) => {
+                Box::new(Planned { run: run::load_plan(session, recording, images, more, evidence)?, recording })
+            }
+            Self::Process(candidate) => Box::new(process::Process::new(session, candidate)?),
+        })
+    }
+}
+
 /// The verdict on an evaluation that ended so.
-fn ended(session: &Session, done: Result<(), Stop>, mut evidence: Evidence, seconds: f64) -> Result<Verdict, Error> {
+fn ended(
+    session: &Session,
+    done: Result<(), Stop>,
+    grade: Grade,
+    mut evidence: Evidence,
+    seconds: f64,
+) -> Result<Verdict, Error> {
     evidence.phases.insert("total".into(), seconds);
     let failure = match done {
         Ok(()) => None,
         Err(Stop::Candidate(reason)) => Some(*reason),
         Err(Stop::Error(error)) => return Err(error),
     };
-    Ok(verdict(session, evidence, failure))
+    Ok(verdict(session, grade, evidence, failure))
 }
 
-fn verdict(session: &Session, evidence: Evidence, failure: Option<Reason>) -> Verdict {
+fn verdict(session: &Session, grade: Grade, evidence: Evidence, failure: Option<Reason>) -> Verdict {
     let judge = &session.fixed.judge;
     let options = &judge.options;
     let correct = failure.is_none();
@@ -222,7 +300,7 @@ fn verdict(session: &Session, evidence: Evidence, failure: Option<Reason>) -> Ve
         reward: if correct { timing::reward(eager.as_ref(), compile.as_ref()) } else { -1 },
         correct,
         reason: failure,
-        grade: if options.device == Device::Cuda { Grade::Enforced } else { Grade::Observed },
+        grade,
         isolation: evidence.isolation.into_iter().collect(),
         measurement: evidence.measurement.unwrap_or(Measurement::None),
         notes: evidence.notes,
@@ -254,23 +332,16 @@ fn verdict(session: &Session, evidence: Evidence, failure: Option<Reason>) -> Ve
     }
 }
 
-fn steps(
-    session: &mut Session,
-    recording: &Recording,
-    images: &[build::Built],
-    effort: Effort,
-    more: bool,
-    evidence: &mut Evidence,
-) -> Result<(), Stop> {
-    let budget = Budget::of(session, effort);
+fn steps(session: &mut Session, made: &Made, effort: Effort, more: bool, evidence: &mut Evidence) -> Result<(), Stop> {
+    let budget = Budget::of(session, effort, matches!(made, Made::Process(_)));
     // On the CPU everything that runs is a measurement's neighbour; on a card only measurement is exclusive.
     let judge = Arc::clone(&session.fixed.judge);
     let cpu = judge.options.device == Device::Cpu;
     let mut held = if cpu { judge.slice.hold() } else { judge.slice.share() };
-    let mut run = evidence.time("load", |e| run::load_plan(session, recording, images, more, e))?;
-    evidence.time("correct", |e| correct::correctness(session, recording, &mut run, &budget, e))?;
+    let mut subject = evidence.time("load", |e| made.start(session, more, e))?;
+    evidence.time("correct", |e| correct::correctness(session, subject.as_mut(), &budget, e))?;
     if effort == Effort::Verify {
-        return constants::unchanged(session, recording, &mut run);
+        return subject.unchanged(session);
     }
     // A screening only ranks a sweep; it does not empty the device for that.
     if !cpu && effort == Effort::Final {
@@ -286,19 +357,19 @@ fn steps(
         evidence.shared("another kernelfleet did not give the device free for a long time and worked meanwhile");
     }
     if !cpu && effort == Effort::Final {
-        evidence.time("wait", |e| measure::settle(&mut run, e))?;
+        evidence.time("wait", |e| subject.settle(session, e))?;
     }
     let start = Instant::now();
     // A screening doesn't hold the device, so it stops the next runner itself.
     if let Some(spare) = session.spare.as_ref().filter(|_| effort == Effort::Screen) {
         spare.freeze();
     }
-    let measured = evidence.time("measure", |e| measure::measure(session, &mut run, &budget, e));
+    let measured = evidence.time("measure", |e| measure::measure(session, subject.as_mut(), &budget, e));
     if let Some(spare) = session.spare.as_ref().filter(|_| effort == Effort::Screen) {
         spare.thaw();
     }
     measured?;
-    constants::unchanged(session, recording, &mut run)?;
+    subject.unchanged(session)?;
     if !cpu && effort == Effort::Screen {
         evidence.keep_undisturbed();
         evidence.measurement = Some(Measurement::Shared);
@@ -307,9 +378,10 @@ fn steps(
     if budget.compile {
         evidence.time("compile", |e| measure::against_compile(session, e))?;
     }
-    evidence.time("profile", |e| evidence::profile(&mut run, &recording.plan, e));
+    evidence.time("profile", |e| subject.profile(e));
     evidence.phases.insert("held".into(), start.elapsed().as_secs_f64());
     drop(held);
-    drop(run);
-    evidence::sanity(session, &recording.plan, evidence)
+    let output_bytes = subject.output_bytes();
+    drop(subject);
+    evidence::sanity(session, output_bytes, evidence)
 }

@@ -32,6 +32,20 @@ pub(super) struct Entry {
     lines: Vec<Option<String>>,
 }
 
+/// Where the steps of a candidate were recorded: of all, and of those that a verdict tells of.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Places {
+    all: Vec<Option<String>>,
+    told: Vec<Option<String>>,
+}
+
+impl Places {
+    pub(super) fn of(plan: &Plan) -> Self {
+        let told = plan.nodes.iter().filter(|n| !matches!(n.op, Op::Fill(_)));
+        Self { all: plan.nodes.iter().map(|n| n.line.clone()).collect(), told: told.map(|n| n.line.clone()).collect() }
+    }
+}
+
 /// What this judge is beside its version: a verdict of another build of program or Python parts is not taken over.
 pub(in crate::judge) fn version(toolchain: &Toolchain) -> String {
     fn add(path: &Path, root: &Path, found: &mut BTreeMap<String, String>) {
@@ -47,7 +61,7 @@ pub(in crate::judge) fn version(toolchain: &Toolchain) -> String {
         }
     }
     let mut found = BTreeMap::new();
-    for folder in ["python", "include"] {
+    for folder in ["python", "include", "native"] {
         add(&toolchain.agent_image.join(folder), &toolchain.agent_image, &mut found);
     }
     add(&toolchain.program, Path::new("/"), &mut found);
@@ -97,12 +111,8 @@ pub(super) fn key(fixed: &Fixed, recording: &Recording, images: &[build::Built],
     for node in &mut plan.nodes {
         node.line = None;
     }
-    let options = &fixed.judge.options;
     let said = serde_json::to_vec(&plan).unwrap_or_default();
-    let asked = format!(
-        "{effort:?} {:?} {:?} {} {} {:?}",
-        options.tolerance, options.libraries, options.inputs, options.compile, options.measure_seconds
-    );
+    let asked = asked(fixed, effort);
     let mut parts: Vec<&[u8]> = vec![
         &said,
         recording.derivation.as_bytes(),
@@ -114,24 +124,41 @@ pub(super) fn key(fixed: &Fixed, recording: &Recording, images: &[build::Built],
     digest(parts)
 }
 
+/// The name under which a verdict on a candidate that runs as it is is remembered: all its files decide.
+pub(super) fn key_of_files(fixed: &Fixed, candidate: &Candidate, effort: Effort) -> String {
+    let asked = asked(fixed, effort);
+    let mut parts: Vec<&[u8]> =
+        vec![b"process", fixed.digest.as_bytes(), fixed.judge.version.as_bytes(), asked.as_bytes()];
+    parts.extend(candidate.files.iter().flat_map(|(name, text)| [name.as_bytes(), text.as_bytes()]));
+    digest(parts)
+}
+
+/// How a candidate is judged, as far as the task doesn't say.
+fn asked(fixed: &Fixed, effort: Effort) -> String {
+    let options = &fixed.judge.options;
+    format!(
+        "{effort:?} {:?} {:?} {} {} {:?}",
+        options.tolerance, options.libraries, options.inputs, options.compile, options.measure_seconds
+    )
+}
+
 impl Entry {
-    pub(super) fn new(verdict: &Verdict, plan: &Plan) -> Self {
-        Self { verdict: verdict.clone(), lines: plan.nodes.iter().map(|n| n.line.clone()).collect() }
+    pub(super) fn new(verdict: &Verdict, places: &Places) -> Self {
+        Self { verdict: verdict.clone(), lines: places.all.clone() }
     }
 
     /// The verdict as it is told of another candidate: with that one's lines and digests, and with what this took.
-    pub(super) fn told(self, plan: &Plan, now: Verdict) -> Verdict {
+    pub(super) fn told(self, places: &Places, now: Verdict) -> Verdict {
         let mut told = self.verdict;
-        let steps = plan.nodes.iter().filter(|n| !matches!(n.op, Op::Fill(_)));
-        for (launch, node) in told.launches.iter_mut().zip(steps) {
-            launch.line.clone_from(&node.line);
+        for (launch, line) in told.launches.iter_mut().zip(&places.told) {
+            launch.line.clone_from(line);
         }
         if let Some(reason) = &mut told.reason
             && let (Some(file), Some(line)) = (&reason.file, reason.line)
         {
             let old = format!("{file}:{line}");
             let step = self.lines.iter().position(|l| l.as_deref() == Some(&old));
-            let place = step.and_then(|n| plan.nodes.get(n)?.line.as_deref()?.rsplit_once(':'));
+            let place = step.and_then(|n| places.all.get(n)?.as_deref()?.rsplit_once(':'));
             if let Some((file, line)) = place {
                 (reason.file, reason.line) = (Some(file.to_owned()), line.parse().ok());
             }
@@ -144,16 +171,16 @@ impl Entry {
 
     /// What is told where the same was judged anew, and whether that is to be remembered: the remembered verdict where
     /// both agree, so that nobody draws until a measurement is lucky; the worse one, marked, where they don't.
-    pub(super) fn against(self, plan: &Plan, fresh: Verdict) -> (Verdict, bool) {
+    pub(super) fn against(self, places: &Places, fresh: Verdict) -> (Verdict, bool) {
         if !fresh.counts() {
-            return (self.told(plan, fresh), false);
+            return (self.told(places, fresh), false);
         }
         let Some(what) = disagreement(&self.verdict, &fresh) else {
-            let mut told = self.told(plan, fresh);
+            let mut told = self.told(places, fresh);
             told.notes.push("remembered from before, and judged anew this time with the same result".into());
             return (told, false);
         };
-        let mut kept = if worse(&self.verdict, &fresh) { self.told(plan, fresh) } else { fresh };
+        let mut kept = if worse(&self.verdict, &fresh) { self.told(places, fresh) } else { fresh };
         kept.audit.push(format!("judged twice: {what}; the worse verdict stands"));
         (kept, true)
     }

@@ -1,0 +1,42 @@
+"""`python -m kernelfleet_process`: a zygote that has imported torch and its extension builder, nothing of a candidate.
+
+Knows `hello`, `load`, `run`, `trace` and `close`. The native part is loaded in each child.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import sysconfig
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # its threads would start at import, before the fork
+
+import torch
+import torch.utils.cpp_extension
+from kernelfleet_zygote import Channel, Start, serve, serve_ops
+
+from kernelfleet_process.candidate import Candidate
+
+
+def child_main(channel: Channel, start: Start) -> None:
+    """Serves one candidate: a second one would find what the first has left."""
+    torch.set_num_threads(start.threads)
+    candidate = Candidate(channel)
+    serve_ops(channel, {"hello": start.hello, "load": candidate.load, "run": candidate.run, "trace": candidate.trace})
+
+
+def facts() -> dict[str, str]:
+    """What the judge builds extensions with."""
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "torch_root": os.path.dirname(os.path.abspath(torch.__file__)),
+        "python_include": sysconfig.get_paths()["include"],
+        "abi": str(int(torch.compiled_with_cxx11_abi())),
+    }
+
+
+if __name__ == "__main__":
+    sys.dont_write_bytecode = True
+    serve(child_main, facts())

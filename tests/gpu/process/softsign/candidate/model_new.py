@@ -1,0 +1,39 @@
+import torch
+import torch.nn as nn
+from torch.utils.cpp_extension import load_inline
+
+cuda_source = """
+__global__ void kernel(const float* __restrict__ from, float* __restrict__ to, long long n) {
+  long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
+  if (i < n) {
+    float x = from[i];
+    to[i] = x / (1.0f + fabsf(x));
+  }
+}
+
+torch::Tensor run(torch::Tensor x) {
+  auto y = torch::empty_like(x);
+  long long n = x.numel();
+  kernel<<<(n + 255) / 256, 256>>>(x.data_ptr<float>(), y.data_ptr<float>(), n);
+  return y;
+}
+"""
+
+cpp_source = "torch::Tensor run(torch::Tensor x);"
+
+ext = load_inline(
+    name="inline_ext",
+    cpp_sources=cpp_source,
+    cuda_sources=cuda_source,
+    functions=["run"],
+    extra_cuda_cflags=["-O3"],
+    verbose=False,
+)
+
+
+class ModelNew(nn.Module):
+    def __init__(self):
+        super().__init__()
+
+    def forward(self, x):
+        return ext.run(x)
