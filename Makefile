@@ -1,6 +1,6 @@
 # What a person types. `make demo` and `make test` need no other step before them.
 .DEFAULT_GOAL := help
-.PHONY: help demo env env-dev build test fmt lint crds soak soak-agents faults cluster cluster-down scale kueue clean
+.PHONY: help demo env env-dev build test fmt lint crds soak soak-agents faults cluster cluster-down scale kueue upgrade clean
 
 PYTHON := .kernelfleet/python/bin/python
 
@@ -64,6 +64,9 @@ scale: env build ## 10,000 agent pods of 200 jobs on kwok's nodes: what the oper
 
 kueue: env-dev build ## Kueue itself, built from its module, admits jobs under a quota on the test bed, as root
 	$(PYTHON) -m pytest -v -s tests/e2e/long_kueue.py
+
+upgrade: env-dev build ## from an earlier commit's chart, images and ledger to this one's while a job runs, on the test bed, as root
+	$(PYTHON) -m pytest -v -s tests/e2e/long_upgrade.py
 
 clean: ## build outputs and results; keeps the Python environment
 	cargo clean

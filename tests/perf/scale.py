@@ -103,6 +103,7 @@ class Operator:
     def __init__(self) -> None:
         self.restarts = 0
         self.highest = 0
+        wait("the operator to run", 120, running)
         self.find()
 
     def find(self) -> None:
@@ -214,6 +215,8 @@ def what(event: dict[str, Any]) -> str:
 
 def count(events: list[dict[str, Any]]) -> dict[str, Any]:
     """Requests of the operator, and writes of pods by whoever makes them. The operator's renewals of its own lease are apart."""
+    # A request that was given up before its caller was known has neither.
+    events = [e for e in events if "username" in e["user"] and "code" in e.get("responseStatus", {})]
     own = [e for e in events if e["user"]["username"] == OPERATOR and e["responseStatus"]["code"] < 400]
     writes = Counter(what(e) for e in own if e["verb"] in WRITES)
     leases = sum(n for w, n in writes.items() if w.endswith(" leases"))
