@@ -159,7 +159,10 @@ class Operator:
 def running() -> bool:
     """Whether there is one operator, and it is ready."""
     pods = get("pods", "-n", SYSTEM, "-l", "app.kubernetes.io/component=operator")["items"]
-    return len(pods) == 1 and condition(pods[0], "Ready").get("status") == "True"
+    if len(pods) != 1 or condition(pods[0], "Ready").get("status") != "True":
+        return False
+    (state,) = pods[0]["status"]["containerStatuses"]
+    return "containerID" in state and "running" in state["state"]
 
 
 def gone(pod: dict[str, Any]) -> bool:
