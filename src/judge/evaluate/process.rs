@@ -445,17 +445,11 @@ impl<'a> Process<'a> {
         let from = self.shared.bytes - self.shared.null_bytes;
         let mut null = match self.null.take() {
             Some(null) => null,
-            None => self.loaded(session, None)?,
+            None => self.loaded(session, None).map_err(ours)?,
         };
         let mut times = Vec::with_capacity(count);
         for _ in 0..count {
-            let (_, wall, tail) =
-                Self::timed(session, &mut null, 0, from, Duration::from_secs(20)).map_err(|stop| match stop {
-                    Stop::Candidate(reason) => {
-                        Stop::Error(Error::Fault(format!("the candidate that does nothing failed: {}", reason.message)))
-                    }
-                    error => error,
-                })?;
+            let (_, wall, tail) = Self::timed(session, &mut null, 0, from, Duration::from_secs(20)).map_err(ours)?;
             times.push(wall);
             self.tails.0.push(tail);
         }
@@ -539,6 +533,16 @@ impl Output {
             }
         }
         entry
+    }
+}
+
+/// No candidate is to blame for what befalls the one that does nothing.
+fn ours(stop: Stop) -> Stop {
+    match stop {
+        Stop::Candidate(reason) => {
+            Stop::Error(Error::Fault(format!("the candidate that does nothing failed: {}", reason.message)))
+        }
+        error => error,
     }
 }
 
