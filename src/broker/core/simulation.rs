@@ -986,6 +986,26 @@ fn no_judge_of_128_is_idle_while_work_waits_and_shares_hold() {
 }
 
 #[test]
+fn a_judge_that_was_silent_may_still_answer_and_not_say_that_it_failed() {
+    for (said, then) in
+        [(EvaluationState::Fault, EvaluationState::Queued), (EvaluationState::Done, EvaluationState::Done)]
+    {
+        let mut line = Line::new(1, &[], 1);
+        let one = job("a", "one", 1, 1);
+        line.add(&one);
+        line.ask(&one, 0);
+        line.pull(0);
+        let pulled = |wake| if let Wake::Pulled(_, lease) = wake { Some(lease) } else { None };
+        let lease = line.core.take_wakes().into_iter().find_map(pulled).unwrap();
+        let late = line.core.settings().silence() + 1.0;
+        line.core.tick(late);
+        let completion = Completion { state: said, ..done() };
+        line.core.complete(("judge-0", line.sessions[0]), lease, completion, late).unwrap();
+        assert_eq!(line.core.evaluate(&Line::pod(&one, 0), "1", None, late).unwrap().state, then);
+    }
+}
+
+#[test]
 fn whoever_comes_late_waits_for_nobodys_past() {
     let mut line = Line::new(3, &[], 1);
     let (early, late) = (job("a", "one", 20, 1), job("b", "two", 20, 1));

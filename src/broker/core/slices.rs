@@ -405,11 +405,13 @@ impl Core {
 
     /// What the end of a lease means for its evaluation.
     fn settle_evaluation(&mut self, lease: &Lease, how: End, now: Seconds) {
-        let mine = |at: Option<u64>| at == Some(lease.id) || at.is_none();
         let Some((row, at)) = self.evaluations.get_mut(&lease.evaluation) else { return };
         let is_mine = *at == Some(lease.id);
+        // What a judge that was silent says late is an answer as long as no other works on it; that it failed is none, since it
+        // had to end when it heard that its lease was over.
+        let taken = |completion: &Completion| is_mine || (at.is_none() && completion.state != EvaluationState::Fault);
         match how {
-            End::Complete(completion) if mine(*at) && !lease.cancelled => {
+            End::Complete(completion) if taken(&completion) && !lease.cancelled => {
                 let op = row.op;
                 self.answer(lease.evaluation, *completion);
                 self.learn(op, (now - lease.granted).max(0.0));
