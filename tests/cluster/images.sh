@@ -39,7 +39,10 @@ fi
 # A context of its own: only what the images take, and the program without symbols.
 rm -rf "$store/context/agent-image"
 mkdir "$store/context/agent-image"
-cp -a "$root/agent-image"/{requirements.lock,python,include} "$store/context/agent-image/"
+# What it copies from the checkout, as it says itself.
+for part in $(sed -n 's/^COPY \(agent-image\/[^ ]*\) .*/\1/p' "$root/agent-image/Containerfile" | sort -u); do
+    cp -a "$root/$part" "$store/context/agent-image/"
+done
 find "$store/context" -name __pycache__ -prune -exec rm -rf {} +
 strip -o "$store/context/bin/kernelfleet" "$program"
 for target in kernelfleet sandbox judge; do
