@@ -1,4 +1,4 @@
-"""An episode that ends by its deadline, and certificates that a job outlives.
+"""An episode that ends by its deadline, a job by its target and its time, and certificates that a job outlives.
 
 Its episodes are recordings, so what each comes to is known beforehand.
 """
@@ -14,8 +14,8 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 from conftest import SYSTEM, Cluster
-from faults import HOLD, Killer, generations, holding, kept, replayed, tasks
-from work import Jobs
+from faults import HOLD, Killer, flaws, generations, holding, kept, replayed, tasks
+from work import Jobs, condition
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +36,41 @@ def test_an_episode_ends_by_its_deadline_and_is_no_fault(space: Jobs, pool: str)
     assert episode["ending"]["end"] == "deadline" and episode["turns"] <= 1
     assert found["status"]["episodes"]["faulted"] == 0
     assert generations(found["metadata"]["uid"]) == {0: [1]}
+
+
+def test_a_job_whose_target_is_reached_spares_the_attempts_that_are_left_and_goes_after_its_time(
+    space: Jobs, pool: str
+) -> None:
+    cluster = space.cluster
+    # The first attempt reaches it by far; all would take an hour.
+    objects = replayed(
+        space.namespace,
+        "early",
+        pool,
+        tasks(1),
+        {"attempts": 100, "parallelism": 1},
+        target={"speedup": 1.5, "baseline": "eager"},
+        ttlSecondsAfterFinished=20,
+    )
+    cluster.apply(*objects)
+    found = space.until("early", "Succeeded", "True", "TargetReached", seconds=900)
+    assert "every task has reached spec.target" in condition(found, "Succeeded")["message"]
+    assert found["status"]["correct"] == 1 and found["status"]["fasterThanEager"] == 1
+    episodes = found["status"]["episodes"]
+    assert episodes["succeeded"] >= 1 and episodes["pending"] > 50, episodes
+    cluster.wait("the pods of the job that is over to go", 40, lambda: not space.pods("early"))
+    uid = found["metadata"]["uid"]
+
+    def gone() -> bool:
+        return cluster.find("optimizationjob", "early", "-n", space.namespace) is None
+
+    assert not gone()
+    cluster.wait("the job to go after its time", 60, gone)
+    everything = ("jobs,pods,configmaps,networkpolicies", "-n", space.namespace)
+    mine = ("-l", "app.kubernetes.io/instance=early")
+    cluster.wait("what it had made to go", 30, lambda: not cluster.get(*everything, *mine)["items"])
+    assert kept(uid)["job"]["state"] == "closed"
+    assert flaws(uid) == []
 
 
 class Authority:
