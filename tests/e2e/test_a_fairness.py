@@ -16,7 +16,7 @@ API = "kernelfleet.dev/v1alpha1"
 LIGHT, HEAVY = "e2e-fair-one", "e2e-fair-three"
 WEIGHTS = {LIGHT: 1, HEAVY: 3}
 # Agents of a namespace, so that one of its questions always waits while others are answered.
-AGENTS = {LIGHT: 3, HEAVY: 7}
+AGENTS = {LIGHT: 3, HEAVY: 6}
 TASK = """
 import torch
 
@@ -148,7 +148,7 @@ def asking(installed: Cluster) -> Iterator[Cluster]:
         pytest.skip("the ledger of a cluster given by KUBECONFIG isn't on this machine")
     for namespace in WEIGHTS:
         installed.namespace(namespace)
-    spec = {
+    spec: dict[str, Any] = {
         "device": "cpu",
         "slices": {"maxSeconds": 1200, "maxExclusiveSeconds": 600},
         "evaluationsPerJudge": 1,
@@ -157,6 +157,8 @@ def asking(installed: Cluster) -> Iterator[Cluster]:
         "storage": {"size": "1Gi", "storageClassName": "test-bed"},
         "podTemplate": judges("pytorch"),
     }
+    # Nine agents have to fit the node beside the pools that are there.
+    spec["podTemplate"]["spec"]["containers"][0]["resources"] = {"requests": {"cpu": "100m"}}
     installed.apply({"apiVersion": API, "kind": "GpuPool", "metadata": {"name": "fair"}, "spec": spec})
 
     def ready() -> bool:
