@@ -38,26 +38,30 @@ impl Broker {
                 tracing::info!("job {uid} was closed {retention} s ago or earlier and is forgotten");
             }
         }
-        loop {
-            let alone = self.naming.write().await;
-            let mut left = self.ledger.leftovers()?;
-            if left.is_empty() {
-                return Ok(());
+        // Nobody can come to name what lies in these folders, so nobody waits for it.
+        for leftover in self.ledger.leftovers()? {
+            if let Leftover::Job(uid) = &leftover {
+                for folder in objects::folders(uid) {
+                    self.objects.remove_folder(&folder).await?;
+                }
+                self.ledger.committed(self.ledger.submit(vec![Record::Removed(leftover)])).await?;
             }
+        }
+        loop {
+            let _alone = self.naming.write().await;
+            let mut left = self.ledger.leftovers()?;
             left.truncate(AT_ONCE);
-            for leftover in &left {
-                match leftover {
-                    Leftover::Job(uid) => {
-                        for folder in objects::folders(uid) {
-                            self.objects.remove_folder(&folder).await?;
-                        }
-                    }
-                    Leftover::Blob(digest) => self.objects.remove(&objects::blob(digest)).await?,
+            let mut removed = Vec::new();
+            for leftover in left {
+                if let Leftover::Blob(digest) = &leftover {
+                    self.objects.remove(&objects::blob(digest)).await?;
+                    removed.push(Record::Removed(leftover));
                 }
             }
-            let batch = self.ledger.submit(left.into_iter().map(Record::Removed).collect());
-            self.ledger.committed(batch).await?;
-            drop(alone);
+            if removed.is_empty() {
+                return Ok(());
+            }
+            self.ledger.committed(self.ledger.submit(removed)).await?;
         }
     }
 }
