@@ -135,6 +135,8 @@ pub struct Shared {
     seen: tokio::sync::Mutex<HashMap<String, (String, Instant)>>,
     /// Namespaces of which a watch has told something since.
     changed: Mutex<HashSet<String>>,
+    /// UIDs of those that need nothing any more, though a watch may still show them.
+    left: Mutex<HashSet<String>>,
 }
 
 impl Shared {
@@ -192,6 +194,19 @@ impl Shared {
             Err(kube::Error::Api(status)) if status.code == 404 || status.code == 409 => Ok(()),
             Err(error) => Err(failed(error)),
         }
+    }
+
+    /// One that shared needs nothing any more. Those that aren't `there` are forgotten.
+    pub fn left(&self, uid: &str, there: impl Fn(&str) -> bool) {
+        let mut left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
+        left.retain(|uid| there(uid));
+        left.insert(uid.to_owned());
+    }
+
+    /// Whether one that is still seen needs nothing any more.
+    #[must_use]
+    pub fn has_left(&self, uid: &str) -> bool {
+        self.left.lock().unwrap_or_else(PoisonError::into_inner).contains(uid)
     }
 
     /// What was seen of a namespace's objects holds no more.

@@ -230,6 +230,14 @@ def test_what_jobs_of_a_namespace_share_goes_with_the_last_of_them(installed: Cl
     installed.kubectl("delete", "optimizationjob", "two", "-n", space.name, "--timeout=30s")
     for kind in ("networkpolicy", "configmap"):
         space.gone(kind, shared, 10)
+    # All at once, each still sees the others while it goes.
+    many = [f"many-{i}" for i in range(8)]
+    space.apply(*(space.job(name) for name in many))
+    for name in many:
+        space.started(name)
+    installed.kubectl("delete", "optimizationjobs", *many, "-n", space.name, "--timeout=60s")
+    for kind in ("networkpolicy", "configmap"):
+        space.gone(kind, shared, 10)
     installed.kubectl("delete", "namespace", space.name, "--wait=false")
 
 

@@ -89,4 +89,4 @@ def test_a_job_whose_processes_are_killed_comes_to_what_one_comes_to_that_is_lef
     cluster.kubectl("delete", "optimizationjobs", *names, "-n", space.namespace, "--timeout=60s")
     everything = ("pods,jobs,configmaps,networkpolicies", "-n", space.namespace)
     ours = ("-l", "app.kubernetes.io/name=kernelfleet")
-    cluster.wait("what the jobs had made to go", 30, lambda: not cluster.get(*everything, *ours)["items"])
+    cluster.wait("what the jobs had made to go", 60, lambda: not cluster.get(*everything, *ours)["items"])

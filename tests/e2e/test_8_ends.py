@@ -68,7 +68,7 @@ def test_a_job_whose_target_is_reached_spares_the_attempts_that_are_left_and_goe
     cluster.wait("the job to go after its time", 60, gone)
     everything = ("jobs,pods,configmaps,networkpolicies", "-n", space.namespace)
     mine = ("-l", "app.kubernetes.io/instance=early")
-    cluster.wait("what it had made to go", 30, lambda: not cluster.get(*everything, *mine)["items"])
+    cluster.wait("what it had made to go", 60, lambda: not cluster.get(*everything, *mine)["items"])
     assert kept(uid)["job"]["state"] == "closed"
     assert flaws(uid) == []
 

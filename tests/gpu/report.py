@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ LEGEND = "Rewards: -1 not correct, 1 correct, 2 also faster than eager, 3 also t
 
 def about(evidence: dict[str, Any]) -> str:
     """Where, with what and at which commit a stage ran."""
-    versions = ", ".join(f"{name} {value}" for name, value in sorted(evidence["versions"].items()))
-    return f"`{evidence['command']}` at `{evidence['commit'][:12]}`. {evidence['card']}; {versions}."
+    versions = [f"{name} {value}" for name, value in sorted(evidence.get("versions", {}).items())]
+    return f"`{evidence['command']}` at `{evidence['commit'][:12]}`. {'; '.join([evidence['card'], *versions])}."
 
 
 def mean(values: list[float]) -> str:
@@ -46,6 +47,8 @@ def policy(evidence: dict[str, Any]) -> list[str]:
     memory = [r for r in wrong + refused if r["code"] == "memory" or "out of memory" in (r["reason"] or "")]
     eager = [r["speedup"]["eager"]["median"] for r in correct]
     compiled = [r["speedup"]["compile"]["median"] for r in correct if r["speedup"]["compile"]]
+    held = spent(correct, "held")
+    ratio = [r["phases_seconds"]["held"] / r["phases_seconds"]["measure"] for r in correct if r.get("phases_seconds")]
     levels = ", ".join(evidence["result"]["levels"])
     commits: dict[str, int] = {}
     for row in rows:
@@ -61,6 +64,9 @@ def policy(evidence: dict[str, Any]) -> list[str]:
         f"{over(correct, 'eager')} of them faster than eager and {over(correct, 'compile')} faster than `torch.compile` by the lower bound; "
         f"{len(wrong)} not correct, {len(refused)} refused as tasks. Of these {len(memory)} ran out of the card's memory beside other tasks. "
         f"Geometric mean over the correct: {mean(eager)} over eager, {mean(compiled)} over compile.",
+        "",
+        f"The best candidate's evaluation held the card for {statistics.median(held):.2f} s (median; 95 % within {share(held, 0.95):.2f} s), "
+        f"{statistics.median(ratio):.2f} times (median) the seconds that it measured.",
         "",
         LEGEND,
         "",
@@ -118,6 +124,89 @@ def library(evidence: dict[str, Any]) -> list[str]:
     return text
 
 
+def spent(rows: list[dict[str, Any]], phase: str) -> list[float]:
+    """Seconds of a phase, of every row that has it."""
+    return [r["phases_seconds"][phase] for r in rows if phase in (r.get("phases_seconds") or {})]
+
+
+def share(values: list[float], part: float) -> float:
+    """The value that a part of them don't exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, math.ceil(part * len(ordered)) - 1)]
+
+
+def process(evidence: dict[str, Any]) -> list[str]:
+    """Candidates that run as they are."""
+    result = evidence["result"]
+    early = result["early_done"]
+    text = ["## Candidates of the process path", "", about(evidence), ""]
+    text += [
+        f"The candidate that answers before its work is done (about 1 ms of it): judged {early['judged']} times, refused "
+        f"{early['refused']} times; {early['paid']} times accepted with the wait paid.",
+        "",
+        LEGEND,
+        "",
+        "| case | reward | over eager | over compile | candidate us | build s | evaluation s | reason |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        if row["number"]:
+            continue
+        phases, time = row["phases_seconds"] or {}, ((row["time_us"] or {}).get("candidate") or {}).get("median")
+        speedup, reason = row["speedup"] or {}, row["reason"]
+        why = f"{reason['code']}: {' '.join(reason['message'].split())[:90]}".replace("|", "/") if reason else ""
+        text.append(
+            f"| {row['case']} | {row['reward']} | {cell(speedup.get('eager'))} | {cell(speedup.get('compile'))} | "
+            f"{f'{time:.1f}' if time else '-'} | {phases.get('build', 0):.2f} | {phases.get('total', 0):.2f} | {why} |"
+        )
+    return text
+
+
+def check(evidence: dict[str, Any]) -> list[str]:
+    """KernelBench's tasks under the contract's refusals."""
+    rows = evidence["result"]["rows"]
+    text = ["## KernelBench's tasks, checked", "", about(evidence), ""]
+    for level in sorted({row["level"] for row in rows}):
+        of = [row for row in rows if row["level"] == level]
+        text.append(f"- {level}: {len(of)} checked, {sum(row['accepted'] for row in of)} accepted")
+    left = evidence["result"]["left"]
+    text += [f"- not reached in the time given: {left}"] if left else []
+    text += ["", "| task | refused since |", "|---|---|"]
+    for row in rows:
+        if not row["accepted"]:
+            why = "; ".join(f"{r['code']}: {' '.join(r['message'].split())[:120]}" for r in row["refusals"])
+            text.append(f"| {row['level']}/{row['task']} | {why.replace('|', '/')} |")
+    return text
+
+
+def repeat(evidence: dict[str, Any]) -> list[str]:
+    """The same kernels judged again and again."""
+    text = ["## The same candidates, ten verdicts each", "", about(evidence), ""]
+    text += [
+        "| task | verdicts | over eager | coefficient of variation | candidate us | evaluation s, median | held s, median |"
+    ]
+    text += ["|---|---|---|---|---|---|---|"]
+    for row in evidence["result"]["rows"]:
+        total, held = (statistics.median(p[k] for p in row["phases"]) for k in ("total", "held"))
+        text.append(
+            f"| {row['task']} | {row['runs']} | {row['speedup']:.3f} | {100 * row['cv']:.2f} % | {row['time_us']:.1f} | {total:.2f} | {held:.2f} |"
+        )
+    return text
+
+
+def batch(evidence: dict[str, Any]) -> list[str]:
+    """Candidates of one task together."""
+    text = ["## A batch of candidates of a small task", "", about(evidence), ""]
+    text += ["| run | verdicts | correct | seconds | verdicts a second | held s in all | of it measuring |"]
+    text += ["|---|---|---|---|---|---|---|"]
+    for row in evidence["result"]["rows"]:
+        text.append(
+            f"| {row['which']} | {row['verdicts']} | {row['correct']} | {row['seconds']:.1f} | {row['verdicts'] / row['seconds']:.2f} | "
+            f"{row['held_seconds']:.1f} | {row['own_seconds']:.1f} |"
+        )
+    return text
+
+
 def amount(value: float | None, unit: float, word: str) -> str:
     """A figure that a run may not know."""
     return "-" if value is None else f"{value / unit:.0f} {word}"
@@ -169,7 +258,17 @@ def scale(evidence: dict[str, Any]) -> list[str]:
     ]
 
 
-WRITERS = {"policy": policy, "smoke": smoke, "selftest": selftest, "library": library, "scale": scale}
+WRITERS = {
+    "policy": policy,
+    "smoke": smoke,
+    "selftest": selftest,
+    "library": library,
+    "process": process,
+    "check": check,
+    "repeat": repeat,
+    "batch": batch,
+    "scale": scale,
+}
 
 
 def report() -> str:

@@ -11,9 +11,12 @@ import hashlib
 import json
 import math
 import os
+import statistics
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,8 @@ WORK = ROOT / "results/gpu"
 SECONDS = 520
 # No further case of the library stage is begun after so many seconds.
 LIBRARY_SECONDS = 160
+# `task check`: tasks a call, calls beside each other, longest search for what refuses one task.
+CHECKED_A_CALL, CHECKS_AT_ONCE, CHECK_SECONDS = 4, 4, 40
 # Judgements of the candidate that answers early.
 EARLY = 50
 # Candidate over eager is near 1 within 5 %.
@@ -135,14 +140,36 @@ def smoke(tasks: Path) -> dict[str, Any]:
 
 
 def check(tasks: Path) -> dict[str, Any]:
-    """`task check` of levels 1 to 3."""
-    paths = [str(tasks / f"level{level}") for level in (1, 2, 3)]
-    status, out, err, seconds = command(["task", "check", *paths, "--device", "cuda", "-o", "json"])
-    rows = []
-    for line in out.splitlines():
-        if line.strip().startswith("{"):
-            rows.append(json.loads(line))
-    return {"status": status, "seconds": seconds, "rows": rows, "stderr": err[-3000:]}
+    """`task check` of levels 1 to 3, several beside each other, a few tasks a call; what is on disk isn't checked again."""
+    kept = WORK / "check"
+    kept.mkdir(parents=True, exist_ok=True)
+
+    def row(path: Path) -> Path:
+        return kept / f"{path.parent.name}-{path.stem}.json"
+
+    left = [path for path in task_files(tasks, [1, 2, 3]) if not row(path).exists()]
+    parts = [left[n : n + CHECKED_A_CALL] for n in range(0, len(left), CHECKED_A_CALL)]
+    start = time.monotonic()
+
+    def part(files: list[Path]) -> str:
+        more = SECONDS - (time.monotonic() - start)
+        if more < 40:
+            return ""
+        arguments = ["task", "check", *map(str, files), "--device", "cuda", "--seconds", str(CHECK_SECONDS)]
+        status, out, err, _ = command([*arguments, "-o", "json"], more)
+        found = json.loads(out) if status in (0, 2) and out.strip().startswith("[") else []
+        for path in files:
+            of = [line for line in found if Path(line["path"]).resolve() == path.resolve()]
+            if of:
+                row(path).write_text(json.dumps(of[0] | {"level": path.parent.name, "path": path.name}) + "\n")
+        return "" if found else f"{[p.stem for p in files]}: {status} {err[-1000:]}"
+
+    with ThreadPoolExecutor(CHECKS_AT_ONCE) as pool:
+        failed = [text for text in pool.map(part, parts) if text]
+    print("\n".join(failed), flush=True)
+    files = [row(path) for path in task_files(tasks, [1, 2, 3])]
+    rows = [json.loads(path.read_text()) for path in files if path.exists()]
+    return {"rows": rows, "left": len(files) - len(rows), "at_once": CHECKS_AT_ONCE, "seconds_a_task": CHECK_SECONDS}
 
 
 def policy(tasks: Path) -> dict[str, Any]:
@@ -223,7 +250,8 @@ def outcomes(folder: Path, tasks: Path) -> list[dict[str, Any]]:
 
 def repeat(tasks: Path) -> dict[str, Any]:
     """Ten verdicts of each of ten best candidates of the policy stage: coefficient of variation of the speedup."""
-    rows = []
+    rows: list[dict[str, Any]] = []
+    said: dict[str, Any] = {}
     found = sorted((WORK / "policy").glob("**/best/model_new.py"))
     step = max(1, len(found) // 10)
     start = time.monotonic()
@@ -251,6 +279,7 @@ def repeat(tasks: Path) -> dict[str, Any]:
             )
             if status == 0:
                 verdict = json.loads(out)
+                said = {key: verdict[key] for key in ("device", "versions")}
                 if verdict["correct"]:
                     speedups.append(verdict["speedup"]["eager"]["median"])
                     times.append(verdict["time_us"]["candidate"]["median"])
@@ -269,37 +298,99 @@ def repeat(tasks: Path) -> dict[str, Any]:
                 }
             )
             print(name, rows[-1]["cv"], flush=True)
-    return {"rows": rows}
+    return {"rows": rows} | said
+
+
+BATCH_TASK = """import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    def forward(self, x):
+        return torch.tanh(torch.nn.functional.gelu(x * 0.5 + 1.0)) * x
+
+
+def get_inputs():
+    return [torch.randn(512, 1024)]
+
+
+def get_init_inputs():
+    return []
+"""
+BATCH_MODEL = """import torch
+from torch import nn
+
+import kernelfleet_ext as kf
+
+k = kf.load("kernels/chain.cu")
+
+
+class ModelNew(nn.Module):
+    def forward(self, x):
+        y = torch.empty_like(x)
+        n = x.numel()
+        k.chain[((n + {block} * {each} - 1) // ({block} * {each}),), {block}](x, y, n)
+        return y
+"""
+BATCH_KERNEL = """// {each} elements a thread, {block} threads a block.
+__device__ float one(float x) {{
+    float v = x * 0.5f + 1.0f;
+    return {form} * x;
+}}
+
+extern "C" __global__ void chain(const float* __restrict__ x, float* __restrict__ y, long long n) {{
+    long long first = blockIdx.x * (long long)({block} * {each}) + threadIdx.x;
+#pragma unroll
+    for (int j = 0; j < {each}; ++j) {{
+        long long i = first + j * {block};
+        if (i < n) y[i] = one(x[i]);
+    }}
+}}
+"""
+BATCH_FORMS = (
+    "tanhf(0.5f * v * (1.0f + erff(v * 0.70710678118654752f)))",
+    "tanhf(v * normcdff(v))",
+    "tanhf(0.5f * v * erfcf(v * -0.70710678118654752f))",
+)
 
 
 def batch(tasks: Path) -> dict[str, Any]:
-    """Verdicts a second of one batch with cached baselines."""
-    rows = []
-    for folder in sorted((ROOT / "tests/gpu/batches").glob("*/task.py")):
-        arguments = [
-            "judge",
-            "--task",
-            str(folder),
-            "--batch",
-            str(folder.parent / "candidates"),
-            "--device",
-            "cuda",
-            "--no-cache",
-            "-o",
-            "json",
-        ]
-        command(arguments, 240)
-        status, out, err, seconds = command(arguments, 240)
+    """Verdicts a second of a batch of 60 candidates of a small task, all different: once with everything to be built, then
+    twice with builds and baselines cached, every candidate judged in full all the same."""
+    folder = WORK / "batch"
+    (folder / "candidates").mkdir(parents=True, exist_ok=True)
+    (folder / "task.py").write_text(BATCH_TASK)
+    for number, (block, each, form) in enumerate(product((64, 128, 256, 512, 1024), (1, 2, 4, 8), BATCH_FORMS)):
+        candidate = folder / "candidates" / f"c{number:02}"
+        (candidate / "kernels").mkdir(parents=True, exist_ok=True)
+        (candidate / "model_new.py").write_text(BATCH_MODEL.format(block=block, each=each))
+        (candidate / "kernels/chain.cu").write_text(BATCH_KERNEL.format(block=block, each=each, form=form))
+    arguments = ["judge", "--task", str(folder / "task.py"), "--batch", str(folder / "candidates"), "--device", "cuda"]
+    rows, about = [], {}
+    for which in ("first", "again", "once more"):
+        status, out, err, seconds = command([*arguments, "--no-cache", "-o", "json"], 300)
+        verdicts = [line["verdict"] for line in json.loads(out)] if out.strip().startswith("[") else []
+        phases: dict[str, list[float]] = {}
+        about = {key: verdicts[0][key] for key in ("device", "versions")} if verdicts else {}
+        for verdict in verdicts:
+            for phase, spent in verdict["phases_seconds"].items():
+                phases.setdefault(phase, []).append(spent)
         rows.append(
             {
-                "case": folder.parent.name,
+                "which": which,
                 "status": status,
                 "seconds": seconds,
-                "output": out[-200000:],
+                "verdicts": len(verdicts),
+                "correct": sum(bool(v["correct"]) for v in verdicts),
+                "rewards": [v["reward"] for v in verdicts],
+                "phases_median_seconds": {phase: statistics.median(spent) for phase, spent in sorted(phases.items())},
+                "held_seconds": sum(phases.get("held", [])),
+                "own_seconds": sum(phases.get("measure", [])),
                 "stderr": err[-2000:],
             }
         )
-    return {"rows": rows}
+        print(which, status, f"{seconds:.1f} s", len(verdicts), rows[-1]["correct"], err[-300:], flush=True)
+    return {"rows": rows} | about
 
 
 def library(tasks: Path) -> dict[str, Any]:
@@ -326,13 +417,16 @@ def library(tasks: Path) -> dict[str, Any]:
                 # The interval of candidate over eager, of which the speedup is the inverse.
                 "over_eager": {k: 1 / eager[v] for k, v in OVER.items()} if eager else None,
                 **{key: verdict.get(key) for key in ("reward", "reason", "time_us", "phases_seconds")},
+                "about": {key: verdict[key] for key in ("device", "versions")} if verdict else {},
                 "stderr": err[-3000:],
             }
             kept.write_text(json.dumps(row, indent=1) + "\n")
         rows.append(row)
         print(case.name, row["status"], row["over_eager"], row["reason"], row["stderr"][-500:], flush=True)
+    said = [row.pop("about", {}) for row in rows]
+    about = next((one for one in said if one), {})
     far = [row["case"] for row in rows if not row["over_eager"] or abs(math.log(row["over_eager"]["median"])) > NEAR]
-    return {"rows": rows, "left": len(CASES) - len(rows), "not_near_1": far}
+    return {"rows": rows, "left": len(CASES) - len(rows), "not_near_1": far} | about
 
 
 def process(tasks: Path) -> dict[str, Any]:
@@ -351,6 +445,7 @@ def process(tasks: Path) -> dict[str, Any]:
                 status, out, err, seconds = command(arguments, 200)
                 verdict = json.loads(out) if out.strip().startswith("{") else {}
                 keys = ("reward", "correct", "reason", "grade", "speedup", "time_us", "phases_seconds", "isolation")
+                keys += ("device", "versions", "notes")
                 row = {"case": case.name, "number": number, "status": status, "seconds": round(seconds, 1)}
                 row |= {key: verdict.get(key) for key in keys} | {"stderr": err[-2000:]}
                 kept.parent.mkdir(parents=True, exist_ok=True)
@@ -361,7 +456,9 @@ def process(tasks: Path) -> dict[str, Any]:
     refused = [row for row in early if row["correct"] is False]
     # What isn't refused has paid for the wait, since the clock runs until outputs are copied: the work takes about 1 ms.
     paid = [r for r in early if r["correct"] and r["time_us"]["candidate"]["median"] > 500]
-    return {"rows": rows, "early_done": {"judged": len(early), "refused": len(refused), "paid": len(paid)}}
+    said = [{key: row.pop(key) for key in ("device", "versions")} for row in rows]
+    about = next((one for one in said if one["versions"]), {})
+    return about | {"rows": rows, "early_done": {"judged": len(early), "refused": len(refused), "paid": len(paid)}}
 
 
 STAGES = {
@@ -404,6 +501,7 @@ def main() -> int:
                 part = text | {"result": result | {"levels": [level], "rows": rows}}
                 (given.out / f"policy-level{level}.json").write_text(json.dumps(part, indent=1) + "\n")
         else:
+            text |= {key: result.pop(key) for key in ("device", "versions") if key in result}
             (given.out / f"{stage}.json").write_text(json.dumps(text, indent=1) + "\n")
         print(f"stage {stage}: {time.monotonic() - start:.0f} s", flush=True)
     return 0

@@ -133,8 +133,14 @@ pub async fn keep(context: &Context, objects: &Objects) -> Result<(), Error> {
 /// When it can't be deleted.
 pub async fn leave(context: &Context, job: &OptimizationJob) -> Result<(), Error> {
     let namespace = job.namespace().unwrap_or_default();
+    let jobs = context.jobs.state();
+    // Two that go at once are both still in what was watched: each has to know that the other needs nothing more.
+    let there = |uid: &str| jobs.iter().any(|j| j.0.as_ref().is_ok_and(|o| o.uid().as_deref() == Some(uid)));
+    context.shared.left(&job.uid().unwrap_or_default(), there);
     let others = || {
-        let other = |o: &OptimizationJob| o.namespace() == job.namespace() && o.uid() != job.uid();
+        let other = |o: &OptimizationJob| {
+            o.namespace() == job.namespace() && o.uid().is_some_and(|uid| !context.shared.has_left(&uid))
+        };
         let jobs = context.jobs.state();
         jobs.iter().filter_map(|j| j.0.as_ref().ok()).filter(|o| other(o)).map(|o| o.spec.clone()).collect::<Vec<_>>()
     };
@@ -216,7 +222,7 @@ pub async fn follow(context: &Context, job: &OptimizationJob, batch: Job) -> Res
             jobs.patch(&name, &parameters, &Patch::Merge(change)).await.map(Some).map_err(api(&what))
         }
         Steer::Remove => {
-            remove(context, &namespace, &batch).await?;
+            remove(context, &namespace, &batch, PropagationPolicy::Background).await?;
             Ok(None)
         }
     }
@@ -254,11 +260,11 @@ pub async fn stop(context: &Context, job: &OptimizationJob, batch: &Job) -> Resu
 }
 
 /// Deletes a Job with its pods.
-async fn remove(context: &Context, namespace: &str, batch: &Job) -> Result<(), Error> {
+async fn remove(context: &Context, namespace: &str, batch: &Job, how: PropagationPolicy) -> Result<(), Error> {
     let jobs: Api<Job> = Api::namespaced(context.client.clone(), namespace);
     let name = batch.name_any();
     let parameters = DeleteParams {
-        propagation_policy: Some(PropagationPolicy::Background),
+        propagation_policy: Some(how),
         preconditions: Some(Preconditions { uid: batch.uid(), resource_version: None }),
         ..DeleteParams::default()
     };
@@ -294,23 +300,22 @@ pub async fn finalizer(context: &Context, job: &OptimizationJob, on: bool) -> Re
     }
 }
 
-/// Ends a job that is being deleted: its Job with its pods, then its queue at the broker.
+/// Ends a job that is being deleted: its Job with its pods, then its queue at the broker. Answers whether pods may be left.
 ///
 /// # Errors
 /// When the broker can't be told; the caller decides how long that is waited for.
-pub async fn close(context: &Context, job: &OptimizationJob) -> Result<(), Error> {
+pub async fn close(context: &Context, job: &OptimizationJob) -> Result<bool, Error> {
     let namespace = job.namespace().unwrap_or_default();
     let name = job.name_any();
     let jobs: Api<Job> = Api::namespaced(context.client.clone(), &namespace);
-    if let Some(batch) = jobs.get_opt(&name).await.map_err(api(&format!("Job {name}")))?
-        && owns(job, &batch)
-        && batch.metadata.deletion_timestamp.is_none()
-    {
-        remove(context, &namespace, &batch).await?;
+    let batch = jobs.get_opt(&name).await.map_err(api(&format!("Job {name}")))?.filter(|batch| owns(job, batch));
+    if let Some(batch) = batch.as_ref().filter(|b| b.metadata.deletion_timestamp.is_none()) {
+        // The Job is there for as long as a pod of it is.
+        remove(context, &namespace, batch, PropagationPolicy::Foreground).await?;
     }
     let uid = job.uid().unwrap_or_default();
     context.brokers.close_job(&job.spec.judge.gpu_pool, &uid, false).await?;
-    Ok(())
+    Ok(batch.is_some())
 }
 
 /// Puts the best kernels of an ended job into a ConfigMap, as many as fit.

@@ -43,7 +43,7 @@ const FIGURES: Duration = Duration::from_secs(30);
 const WAIT: Duration = Duration::from_secs(60);
 /// How soon what failed by a passing fault is tried again.
 const AGAIN: Duration = Duration::from_secs(5);
-/// How long a broker that doesn't answer holds up a deletion.
+/// How long a broker that doesn't answer, or a pod that doesn't go, holds up a deletion.
 const GIVE_UP: i64 = 120;
 
 /// One pass over a job.
@@ -247,15 +247,20 @@ async fn finalize(context: &Context, job: &OptimizationJob, now: Timestamp) -> R
     }
     let since = job.metadata.deletion_timestamp.as_ref().map_or(now, |t| t.0);
     let gone = context.pool(&job.spec.judge.gpu_pool) == Found::Missing;
-    if let Err(error) = apply::close(context, job).await {
-        let waited = now.as_second() - since.as_second();
-        if !gone && waited < GIVE_UP {
-            tracing::info!(job = job.name_any(), %error, "a deletion waits for the broker");
-            return Ok(Action::requeue(AGAIN));
+    let patient = now.as_second() - since.as_second() < GIVE_UP;
+    match apply::close(context, job).await {
+        // What they share with others, their NetworkPolicy above all, stays until they are gone.
+        Ok(true) if patient => return Ok(Action::requeue(AGAIN)),
+        Ok(_) => {}
+        Err(error) => {
+            if !gone && patient {
+                tracing::info!(job = job.name_any(), %error, "a deletion waits for the broker");
+                return Ok(Action::requeue(AGAIN));
+            }
+            tracing::warn!(job = job.name_any(), %error, "a job goes without its broker having been told");
+            let note = format!("deleted without the broker having been told: {error}");
+            context.event(&job.object_ref(&()), true, "BrokerNotTold", "Delete", &note).await;
         }
-        tracing::warn!(job = job.name_any(), %error, "a job goes without its broker having been told");
-        let note = format!("deleted without the broker having been told: {error}");
-        context.event(&job.object_ref(&()), true, "BrokerNotTold", "Delete", &note).await;
     }
     if let Err(error) = apply::leave(context, job).await {
         tracing::warn!(job = job.name_any(), %error, "what the last job of a namespace shared can't be taken away");
