@@ -19,6 +19,7 @@
 #include <ATen/record_function.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/alloc_cpu.h>
+#include <c10/util/Exception.h>
 
 namespace {
 
@@ -82,6 +83,8 @@ class Pool {
     const char* p = static_cast<const char*>(pointer);
     return base_ != nullptr && p >= base_ && p < base_ + bytes_;
   }
+
+  bool opened() const { return base_ != nullptr; }
 
   long long offset(const void* pointer) const {
     return holds(pointer) ? static_cast<const char*>(pointer) - base_ : -1;
@@ -164,7 +167,12 @@ long long kernelfleet_host_offset(const void* pointer) { return host().offset(po
 // The same for device memory that is mapped at `base`, as PyTorch's pluggable allocator calls it.
 void kernelfleet_device_pool(void* base, size_t bytes) { device().open(static_cast<char*>(base), bytes); }
 long long kernelfleet_device_offset(const void* pointer) { return device().offset(pointer); }
-void* kernelfleet_device_take(ssize_t bytes, int, void*) { return device().take(bytes); }
+void* kernelfleet_device_take(ssize_t bytes, int, void*) {
+  void* pointer = device().take(bytes);
+  // Before the pool is opened there is nothing to give; afterwards a full one has to be told, or a kernel would write to null.
+  TORCH_CHECK_WITH(OutOfMemoryError, pointer != nullptr || bytes == 0 || !device().opened(), "the pool has no room for ", bytes, " bytes more");
+  return pointer;
+}
 void kernelfleet_device_give(void* pointer, ssize_t, int, void*) { device().give(pointer); }
 
 // Operators are recorded from `begin` on; before the first, to be called once while there is one thread.

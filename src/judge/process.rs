@@ -6,6 +6,7 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -16,6 +17,9 @@ use super::leash::{Leash, Member};
 use super::wire::{self, Channel, Frame};
 pub use crate::sandbox::descriptor_three;
 use crate::sandbox::{self, Confinement};
+
+/// Most that is read of a child's standard error, bytes.
+const SAID: u64 = 1200;
 
 /// What a child answered, when it answered no.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -249,6 +253,32 @@ impl Forked {
         let got =
             unsafe { libc::recv(self.channel.raw(), (&raw mut byte).cast(), 1, libc::MSG_PEEK | libc::MSG_DONTWAIT) };
         got <= 0
+    }
+
+    /// The end of what it wrote to the file `stderr` of its folder, on one line; nothing where there is none. It is hostile.
+    #[must_use]
+    pub fn said(&self) -> String {
+        let Some(scratch) = &self.scratch else { return String::new() };
+        let read = || -> io::Result<Vec<u8>> {
+            let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_CLOEXEC;
+            let path = scratch.path().join("stderr");
+            let mut file = std::fs::OpenOptions::new().read(true).custom_flags(flags).open(path)?;
+            let about = file.metadata()?;
+            if !about.is_file() {
+                return Ok(Vec::new());
+            }
+            io::Seek::seek(&mut file, io::SeekFrom::Start(about.len().saturating_sub(SAID)))?;
+            let mut text = Vec::new();
+            io::Read::read_to_end(&mut io::Read::take(file, SAID), &mut text)?;
+            Ok(text)
+        };
+        let text = read().unwrap_or_default();
+        let lines: Vec<String> = String::from_utf8_lossy(&text)
+            .lines()
+            .map(|line| line.trim().replace(|c: char| c.is_control(), " "))
+            .filter(|line| !line.is_empty())
+            .collect();
+        lines.join(" | ")
     }
 
     /// Its threads.

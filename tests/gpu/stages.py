@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from library import CASES
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = os.environ.get("KERNELFLEET", str(ROOT / "target/release/kernelfleet"))
 WORK = ROOT / "results/gpu"
-SECONDS = 520
+SECONDS = int(os.environ.get("KERNELFLEET_STAGE_SECONDS", "520"))
 # No further case of the library stage is begun after so many seconds.
 LIBRARY_SECONDS = 160
 # `task check`: tasks a call, calls beside each other, longest search for what refuses one task.
@@ -140,32 +141,37 @@ def smoke(tasks: Path) -> dict[str, Any]:
 
 
 def check(tasks: Path) -> dict[str, Any]:
-    """`task check` of levels 1 to 3, several beside each other, a few tasks a call; what is on disk isn't checked again."""
+    """`task check` of levels 3 to 1, several beside each other, a few tasks a call; what is on disk isn't checked again. What
+    lacks memory beside others, or meets a fault, is checked again alone."""
     kept = WORK / "check"
     kept.mkdir(parents=True, exist_ok=True)
 
     def row(path: Path) -> Path:
         return kept / f"{path.parent.name}-{path.stem}.json"
 
-    left = [path for path in task_files(tasks, [1, 2, 3]) if not row(path).exists()]
-    parts = [left[n : n + CHECKED_A_CALL] for n in range(0, len(left), CHECKED_A_CALL)]
     start = time.monotonic()
 
-    def part(files: list[Path]) -> str:
+    def part(files: list[Path], alone: bool = False) -> str:
         more = SECONDS - (time.monotonic() - start)
         if more < 40:
             return ""
         arguments = ["task", "check", *map(str, files), "--device", "cuda", "--seconds", str(CHECK_SECONDS)]
         status, out, err, _ = command([*arguments, "-o", "json"], more)
-        found = json.loads(out) if status in (0, 2) and out.strip().startswith("[") else []
+        found = json.loads(out) if out.strip().startswith("[") else []
         for path in files:
             of = [line for line in found if Path(line["path"]).resolve() == path.resolve()]
-            if of:
+            codes = {refusal["code"] for line in of for refusal in line["refusals"]}
+            if of and (alone or not codes & {"memory", "fault"}):
                 row(path).write_text(json.dumps(of[0] | {"level": path.parent.name, "path": path.name}) + "\n")
         return "" if found else f"{[p.stem for p in files]}: {status} {err[-1000:]}"
 
+    def left() -> list[Path]:
+        return [path for path in task_files(tasks, [3, 2, 1]) if not row(path).exists()]
+
+    parts = [left()[n : n + CHECKED_A_CALL] for n in range(0, len(left()), CHECKED_A_CALL)]
     with ThreadPoolExecutor(CHECKS_AT_ONCE) as pool:
         failed = [text for text in pool.map(part, parts) if text]
+    failed += [text for text in (part([path], True) for path in left()) if text]
     print("\n".join(failed), flush=True)
     files = [row(path) for path in task_files(tasks, [1, 2, 3])]
     rows = [json.loads(path.read_text()) for path in files if path.exists()]
@@ -187,7 +193,7 @@ def policy(tasks: Path) -> dict[str, Any]:
     last = os.environ.get("KERNELFLEET_LAST", "").split(",")
     files = [(label(level, p.stem) in last, p) for level in levels for p in task_files(tasks, [int(level)])]
     arguments += [str(p) for _, p in sorted(files, key=lambda f: f[0]) if p.stem not in known]
-    status, _, err, seconds = command(arguments, float(os.environ.get("KERNELFLEET_STAGE_SECONDS", SECONDS)))
+    status, _, err, seconds = command(arguments)
     if status not in (0, 124, 130):
         print(err[-6000:], file=sys.stderr)
     rows = before + [row | {"commit": facts()["commit"]} for row in outcomes(WORK / "policy", tasks)]
@@ -249,55 +255,45 @@ def outcomes(folder: Path, tasks: Path) -> list[dict[str, Any]]:
 
 
 def repeat(tasks: Path) -> dict[str, Any]:
-    """Ten verdicts of each of ten best candidates of the policy stage: coefficient of variation of the speedup."""
-    rows: list[dict[str, Any]] = []
+    """Ten verdicts of each of ten best candidates of the policy stage, in two processes of five each: coefficient of variation
+    of the speedup. Three tasks are judged beside each other; the card is held by one at a time."""
     said: dict[str, Any] = {}
-    found = sorted((WORK / "policy").glob("**/best/model_new.py"))
-    step = max(1, len(found) // 10)
+    files = {path.stem: path for path in task_files(tasks, [1, 2])}
+    found = [
+        best.parent for best in sorted((WORK / "policy").glob("**/best/model_new.py")) if best.parents[1].name in files
+    ]
     start = time.monotonic()
-    for best in found[::step][:10]:
-        name = best.parents[1].name
-        task = next((p for p in task_files(tasks, [1, 2]) if p.stem == name), None)
-        if task is None or time.monotonic() - start > SECONDS:
-            continue
+
+    def one(best: Path) -> dict[str, Any] | None:
+        name = best.parent.name
+        copies = WORK / "repeat" / name
+        for number in range(5):
+            shutil.copytree(best, copies / str(number), dirs_exist_ok=True)
         speedups, times, phases = [], [], []
-        for _ in range(10):
-            status, out, _, _ = command(
-                [
-                    "judge",
-                    "--task",
-                    str(task),
-                    "--candidate",
-                    str(best.parent),
-                    "--device",
-                    "cuda",
-                    "--no-cache",
-                    "-o",
-                    "json",
-                ],
-                60,
-            )
-            if status == 0:
-                verdict = json.loads(out)
-                said = {key: verdict[key] for key in ("device", "versions")}
+        for _ in range(2):
+            if time.monotonic() - start > SECONDS - 60:
+                return None
+            arguments = ["judge", "--task", str(files[name]), "--batch", str(copies), "--device", "cuda", "--no-cache"]
+            status, out, err, _ = command([*arguments, "-o", "json"], 180)
+            verdicts = [line["verdict"] for line in json.loads(out)] if out.strip().startswith("[") else []
+            for verdict in verdicts:
+                said.update({key: verdict[key] for key in ("device", "versions")})
                 if verdict["correct"]:
                     speedups.append(verdict["speedup"]["eager"]["median"])
                     times.append(verdict["time_us"]["candidate"]["median"])
                     phases.append(verdict["phases_seconds"])
-        if len(speedups) > 1:
-            mean = sum(speedups) / len(speedups)
-            deviation = math.sqrt(sum((x - mean) ** 2 for x in speedups) / (len(speedups) - 1))
-            rows.append(
-                {
-                    "task": name,
-                    "runs": len(speedups),
-                    "speedup": mean,
-                    "cv": deviation / mean,
-                    "time_us": sum(times) / len(times),
-                    "phases": phases,
-                }
-            )
-            print(name, rows[-1]["cv"], flush=True)
+            if status:
+                print(name, status, err[-1000:], flush=True)
+        if len(speedups) < 2:
+            return None
+        mean = statistics.mean(speedups)
+        cv = statistics.stdev(speedups) / mean
+        print(name, len(speedups), cv, flush=True)
+        time_us = statistics.mean(times)
+        return {"task": name, "runs": len(speedups), "speedup": mean, "cv": cv, "time_us": time_us, "phases": phases}
+
+    with ThreadPoolExecutor(3) as pool:
+        rows = [row for row in pool.map(one, found[:: max(1, len(found) // 10)][:10]) if row]
     return {"rows": rows} | said
 
 
@@ -356,7 +352,7 @@ BATCH_FORMS = (
 
 def batch(tasks: Path) -> dict[str, Any]:
     """Verdicts a second of a batch of 60 candidates of a small task, all different: once with everything to be built, then
-    twice with builds and baselines cached, every candidate judged in full all the same."""
+    with builds and baselines cached, every candidate judged in full all the same."""
     folder = WORK / "batch"
     (folder / "candidates").mkdir(parents=True, exist_ok=True)
     (folder / "task.py").write_text(BATCH_TASK)
@@ -366,9 +362,12 @@ def batch(tasks: Path) -> dict[str, Any]:
         (candidate / "model_new.py").write_text(BATCH_MODEL.format(block=block, each=each))
         (candidate / "kernels/chain.cu").write_text(BATCH_KERNEL.format(block=block, each=each, form=form))
     arguments = ["judge", "--task", str(folder / "task.py"), "--batch", str(folder / "candidates"), "--device", "cuda"]
-    rows, about = [], {}
-    for which in ("first", "again", "once more"):
-        status, out, err, seconds = command([*arguments, "--no-cache", "-o", "json"], 300)
+    rows, about, start = [], {}, time.monotonic()
+    for which in ("first", "again"):
+        left = SECONDS - (time.monotonic() - start)
+        if left < 60:
+            continue
+        status, out, err, seconds = command([*arguments, "--no-cache", "-o", "json"], left)
         verdicts = [line["verdict"] for line in json.loads(out)] if out.strip().startswith("[") else []
         phases: dict[str, list[float]] = {}
         about = {key: verdicts[0][key] for key in ("device", "versions")} if verdicts else {}

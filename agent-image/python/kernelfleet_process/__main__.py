@@ -5,6 +5,7 @@ Knows `hello`, `load`, `run`, `trace` and `close`. The native part is loaded in 
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import platform
 import sys
@@ -21,9 +22,18 @@ from kernelfleet_process.candidate import Candidate
 
 def child_main(channel: Channel, start: Start) -> None:
     """Serves one candidate: a second one would find what the first has left."""
+    _keep_said()
     torch.set_num_threads(start.threads)
     candidate = Candidate(channel)
     serve_ops(channel, {"hello": start.hello, "load": candidate.load, "run": candidate.run, "trace": candidate.trace})
+
+
+def _keep_said() -> None:
+    """Standard error goes to a file in this child's folder: the judge reads its end when the process ends or fails."""
+    fd = os.open("stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    os.dup2(fd, 2)
+    os.close(fd)
+    faulthandler.enable()
 
 
 def facts() -> dict[str, str]:

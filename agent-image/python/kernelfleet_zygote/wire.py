@@ -13,6 +13,7 @@ import mmap
 import os
 import socket
 import struct
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -183,6 +184,7 @@ def serve_ops(channel: Channel, handlers: dict[str, Handler], final: Iterable[st
         except MemoryError:
             reply = Refused("memory", f"out of memory in {op!r}").reply()
         except Exception as error:
+            traceback.print_exc()
             reply = Refused("exception", f"{type(error).__name__}: {error}"[:4000]).reply()
         try:
             channel.send(reply, out_fds)

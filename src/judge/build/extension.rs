@@ -309,6 +309,7 @@ impl Builder {
             if device == Device::Cuda {
                 let nvcc = self.toolchain.nvcc.iter().flat_map(|n| n.args.iter());
                 arguments.extend(nvcc.filter(|a| a.starts_with("-I")).cloned());
+                arguments.extend(self.cuda_includes(framework));
             }
             arguments.extend(flags);
         }
@@ -399,7 +400,16 @@ impl Builder {
         read
     }
 
-    /// The CUDA libraries that an extension is linked with, by their files: wheels have no name without a version.
+    /// CUDA's headers for a C++ source, which nvcc finds by itself: those of nvcc's own tree, and after them what PyTorch's
+    /// wheels bring, for what that tree lacks.
+    fn cuda_includes(&self, framework: &Framework) -> Vec<String> {
+        let own = self.toolchain.nvcc.iter().flat_map(|n| n.read.iter().cloned());
+        let folders = own.chain(wheels(framework)).map(|tree| tree.join("include")).filter(|f| f.is_dir());
+        folders.flat_map(|f| ["-isystem".to_owned(), f.display().to_string()]).collect()
+    }
+
+    /// The CUDA libraries that an extension is linked with, by their files: wheels have no name without a version. Those that
+    /// PyTorch itself loads come first, then those of nvcc's tree.
     fn cuda_libraries(&self, framework: &Framework, ldflags: &[String]) -> Vec<String> {
         let mut wanted: Vec<&str> = vec!["cudart"];
         wanted.extend(
@@ -408,11 +418,17 @@ impl Builder {
                 .filter_map(|f| f.strip_prefix("-l"))
                 .filter(|l| ["cublas", "cublasLt", "cudnn", "nvrtc"].contains(l)),
         );
-        let site = framework.root.parent().map(|p| p.join("nvidia"));
-        let folders =
-            site.iter().flat_map(|s| fs::read_dir(s).into_iter().flatten().flatten()).map(|e| e.path().join("lib"));
-        let files: Vec<PathBuf> =
-            folders.flat_map(|f| fs::read_dir(f).into_iter().flatten().flatten()).map(|e| e.path()).collect();
+        let own = self.toolchain.nvcc.iter().flat_map(|n| n.read.iter());
+        let own = own.flat_map(|tree| ["lib64", "lib"].map(|name| tree.join(name)));
+        let folders = wheels(framework).into_iter().map(|tree| tree.join("lib")).chain(own);
+        let files: Vec<PathBuf> = folders
+            .flat_map(|folder| {
+                let mut files: Vec<PathBuf> =
+                    fs::read_dir(folder).into_iter().flatten().flatten().map(|e| e.path()).collect();
+                files.sort();
+                files
+            })
+            .collect();
         wanted
             .iter()
             .filter_map(|name| {
@@ -423,6 +439,15 @@ impl Builder {
             .chain(ldflags.iter().any(|f| f == "-lcuda").then(|| "-l:libcuda.so.1".to_owned()))
             .collect()
     }
+}
+
+/// Folders of CUDA's wheels beside PyTorch, in the order of their names.
+fn wheels(framework: &Framework) -> Vec<PathBuf> {
+    let site = framework.root.parent().map(|site| site.join("nvidia"));
+    let mut found: Vec<PathBuf> =
+        site.iter().flat_map(|s| fs::read_dir(s).into_iter().flatten().flatten()).map(|e| e.path()).collect();
+    found.sort();
+    found
 }
 
 fn includes(framework: &Framework) -> Vec<String> {

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
+use super::correct::{PLAIN, draw};
 use super::evidence::Evidence;
 use super::run::limit;
 use super::subject::Subject;
@@ -222,8 +223,9 @@ fn fault(what: &str, error: &dyn std::fmt::Display) -> Stop {
     Stop::Error(Error::Fault(format!("{what}: {error}")))
 }
 
-/// What the end or the refusal of such a process says of the candidate in it. `doing`: what it was at.
-fn failure(error: process::Error, doing: &str) -> Stop {
+/// What the end or the refusal of such a process says of the candidate in it. `doing`: what it was at; `said`: the end of what
+/// it wrote to its standard error.
+fn failure(error: process::Error, doing: &str, said: &str) -> Stop {
     match error {
         process::Error::Refused(refused) => Stop::Candidate(Box::new(told(&refused))),
         process::Error::Gone { timeout: true, .. } => incorrect("timeout", format!("{doing} did not end in time")),
@@ -231,10 +233,16 @@ fn failure(error: process::Error, doing: &str) -> Stop {
             incorrect("forged_reply", format!("while {doing} the process {what}"))
         }
         process::Error::Gone { .. } => {
-            incorrect("crash", format!("{doing} ended its process: it crashed, exited or used too much memory"))
+            let why = format!("{doing} ended its process: it crashed, exited or used too much memory");
+            incorrect("crash", with_words(why, said))
         }
         process::Error::Start { .. } => Stop::Error(Error::Fault(error.to_string())),
     }
+}
+
+/// A message with the last words of a process, if it had any.
+fn with_words(message: String, said: &str) -> String {
+    if said.is_empty() { message } else { format!("{message}; its standard error ends with: {said}") }
 }
 
 /// What a candidate's process may refuse for.
@@ -291,9 +299,8 @@ impl Builds {
                 return Err(incorrect(forbidden.code, why));
             }
             let image = lent(&built)?;
-            frame = child
-                .ask(&json!({"op": "built"}), &[image.as_fd()], LOAD)
-                .map_err(|e| failure(e, "the import of model_new.py"))?;
+            let answer = child.ask(&json!({"op": "built"}), &[image.as_fd()], LOAD);
+            frame = answer.map_err(|e| failure(e, "the import of model_new.py", &child.said()))?;
         }
         Ok(())
     }
@@ -321,7 +328,7 @@ pub(super) fn build(fixed: &Fixed, candidate: &Candidate, evidence: &mut Evidenc
     let cuda = judge.options.device == Device::Cuda;
     let done = match child.ask(&body, &[], LOAD) {
         Ok(frame) => Builds { left: EXTENSIONS }.serve(judge, &framework, &mut child, frame),
-        Err(error) => Err(failure(error, "the import of model_new.py")),
+        Err(error) => Err(failure(error, "the import of model_new.py", &child.said())),
     };
     match done {
         Err(Stop::Candidate(reason)) if cuda && reason.code != "build_failed" => Ok(()),
@@ -405,7 +412,9 @@ impl<'a> Process<'a> {
             }
         }
         let doing = "the import, construction or loading of ModelNew";
-        let frame = child.ask(&body, &fds, LOAD).map_err(|e| failure(e, doing))?;
+        let answer = child.ask(&body, &fds, LOAD);
+        let frame =
+            answer.map_err(|e| if set.is_some() { failure(e, doing, &child.said()) } else { ours(e, &child) })?;
         Builds { left: EXTENSIONS }.serve(&self.judge, &framework, &mut child, frame)?;
         if self.on_cpu() && !child.stand_still(STOP) {
             return Err(incorrect("timeout", "the process could not be stopped"));
@@ -445,11 +454,12 @@ impl<'a> Process<'a> {
         let from = self.shared.bytes - self.shared.null_bytes;
         let mut null = match self.null.take() {
             Some(null) => null,
-            None => self.loaded(session, None).map_err(ours)?,
+            None => self.loaded(session, None)?,
         };
         let mut times = Vec::with_capacity(count);
         for _ in 0..count {
-            let (_, wall, tail) = Self::timed(session, &mut null, 0, from, Duration::from_secs(20)).map_err(ours)?;
+            let timed = Self::timed(session, &mut null, 0, from, Duration::from_secs(20));
+            let (_, wall, tail) = timed.map_err(|stop| not_its(stop, &null))?;
             times.push(wall);
             self.tails.0.push(tail);
         }
@@ -463,12 +473,18 @@ impl<'a> Process<'a> {
         let Some(child) = &mut self.child else { return Ok(()) };
         tell(session, &json!({"op": "release", "slot": 0}))?;
         let asked = child.ask(&json!({"op": "trace"}), &[], MINUTES);
-        let frame = asked.map_err(|e| match failure(e, "the profiler's look at ModelNew") {
-            Stop::Candidate(reason) => incorrect("trace_failed", reason.message),
+        let frame = asked.map_err(|e| match failure(e, "the profiler's look at ModelNew", "") {
+            Stop::Candidate(reason) => incorrect("trace_failed", with_words(reason.message, &child.said())),
             error => error,
         })?;
         let launches = frame.body["launches"].as_array().cloned().unwrap_or_default();
-        self.device_us = Some(kernels(&launches, &self.judge.options.libraries)?);
+        let seen = kernels(&launches, &self.judge.options.libraries);
+        self.device_us = Some(seen.map_err(|stop| match stop {
+            Stop::Candidate(reason) if reason.code == "trace_failed" => {
+                incorrect("trace_failed", with_words(reason.message, &child.said()))
+            }
+            other => other,
+        })?);
         Ok(())
     }
 
@@ -483,7 +499,7 @@ impl<'a> Process<'a> {
     fn call(child: &mut Forked, limit: Duration) -> Result<(Called, f64), Stop> {
         let id = secret_seed()?;
         let answer = child.clocked(&json!({"op": "run", "id": id}), limit);
-        let (frame, wall) = answer.map_err(|e| failure(e, CALL))?;
+        let (frame, wall) = answer.map_err(|e| failure(e, CALL, &child.said()))?;
         Ok((honest(child, frame, id)?, wall))
     }
 
@@ -491,8 +507,9 @@ impl<'a> Process<'a> {
     fn call_running(child: &mut Forked, limit: Duration) -> Result<(Called, f64), Stop> {
         let id = secret_seed()?;
         let start = Instant::now();
-        let frame = child.ask(&json!({"op": "run", "id": id}), &[], limit).map_err(|e| failure(e, CALL))?;
+        let answer = child.ask(&json!({"op": "run", "id": id}), &[], limit);
         let wall = start.elapsed().as_secs_f64() * 1e6;
+        let frame = answer.map_err(|e| failure(e, CALL, &child.said()))?;
         Ok((honest(child, frame, id)?, wall))
     }
 }
@@ -537,10 +554,16 @@ impl Output {
 }
 
 /// No candidate is to blame for what befalls the one that does nothing.
-fn ours(stop: Stop) -> Stop {
+fn ours(error: process::Error, child: &Forked) -> Stop {
+    fault("the candidate that does nothing failed", &with_words(error.to_string(), &child.said()))
+}
+
+/// As `ours`, of what was taken for a candidate's fault.
+fn not_its(stop: Stop, child: &Forked) -> Stop {
     match stop {
         Stop::Candidate(reason) => {
-            Stop::Error(Error::Fault(format!("the candidate that does nothing failed: {}", reason.message)))
+            let what = format!("{}: {}", reason.code, reason.message);
+            fault("the candidate that does nothing failed", &with_words(what, &child.said()))
         }
         error => error,
     }
@@ -548,7 +571,13 @@ fn ours(stop: Stop) -> Stop {
 
 /// A request to the reference host that only a fault of task or judge refuses.
 fn tell(session: &mut Session, body: &Value) -> Result<Frame, Stop> {
-    Ok(session.host.ask(body, &[], MINUTES).map_err(|e| task_error(&session.fixed.task, e))?)
+    session.host.ask(body, &[], MINUTES).map_err(|e| match e {
+        process::Error::Refused(r) if matches!(r.code.as_str(), "malformed" | "unknown_op" | "exception") => {
+            let op = body["op"].as_str().unwrap_or("?");
+            fault(&format!("the reference host refuses `{op}`"), &r.message)
+        }
+        other => Stop::Error(task_error(&session.fixed.task, other)),
+    })
 }
 
 /// What the reference host says of outputs that can't be the task's.
@@ -666,6 +695,10 @@ fn watched(called: &Called, most_threads: usize, threads: usize) -> Result<(), S
 impl Subject for Process<'_> {
     fn calibrate(&mut self, session: &mut Session) -> Result<(), Stop> {
         session.select(0)?;
+        if !self.on_cpu() {
+            // What is handed to the empty calls is drawn as it is for every other.
+            draw(session, 0, PLAIN)?;
+        }
         self.empty_calls(session, NULLS.0)
     }
 
@@ -725,6 +758,16 @@ impl Subject for Process<'_> {
         let timed = timing::median(&evidence.candidate_us).unwrap_or(0.0);
         let median = |times: &[f64]| timing::median(times).unwrap_or(0.0);
         let late = median(&self.tails.1) - median(&self.tails.0);
+        tracing::info!(
+            timed,
+            device = self.device_us,
+            late,
+            null_tail = median(&self.tails.0),
+            nulls = ?self.nulls,
+            samples = ?evidence.candidate_us,
+            eager = ?evidence.eager_us,
+            "the clocks of a candidate's process, microseconds"
+        );
         if !self.on_cpu() && late > (0.2 * timed).max(100.0) {
             return Err(incorrect(
                 "early_done",
@@ -756,7 +799,8 @@ impl Subject for Process<'_> {
 
     fn resolution(&self) -> f64 {
         let most = self.nulls.iter().copied().fold(0.0, f64::max);
-        (most - self.least_null()).max(1.0)
+        // The profiler's device time besides: on a card the empty call's kernel is taken off with it.
+        (most - self.least_null()).max(1.0).max(self.device_us.unwrap_or(0.0))
     }
 
     fn only(&self) -> Option<String> {
