@@ -4,6 +4,8 @@
 
 #[path = "common/server.rs"]
 mod server;
+#[path = "common/warm.rs"]
+mod warm;
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -113,7 +115,7 @@ impl Home {
         let mut command = Command::new(env!("CARGO_BIN_EXE_kernelfleet"));
         command
             .current_dir(env!("CARGO_MANIFEST_DIR"))
-            .env("KERNELFLEET_CACHE", self.path("cache"))
+            .env("KERNELFLEET_CACHE", warm::cache(self.folder.path()))
             .env("NO_PROXY", "127.0.0.1")
             .env_remove("KERNELFLEET_API_KEY");
         command

@@ -2,6 +2,9 @@
 
 #![allow(clippy::unwrap_used, clippy::panic)]
 
+#[path = "common/warm.rs"]
+mod warm;
+
 use std::path::Path;
 use std::process::{Command, Output};
 use std::time::{Duration, Instant};
@@ -104,7 +107,7 @@ spec:
 fn program(home: &Path) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kernelfleet"));
     // No figure counts here: tests need not wait for each other's measurements, nor for anybody else's.
-    command.env("KERNELFLEET_CACHE", home.join("cache")).env("KERNELFLEET_LOCKS", home);
+    command.env("KERNELFLEET_CACHE", warm::cache(home)).env("KERNELFLEET_LOCKS", home);
     command.current_dir(env!("CARGO_MANIFEST_DIR"));
     command
 }

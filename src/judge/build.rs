@@ -7,6 +7,7 @@
 pub(super) mod extension;
 pub(super) mod signature;
 pub(super) mod symbols;
+mod trim;
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -70,6 +71,7 @@ pub struct Builder {
     processor: String,
     /// Held while a header is precompiled.
     headers: Arc<Mutex<()>>,
+    added: Arc<trim::Added>,
 }
 
 /// One run of a compiler.
@@ -100,6 +102,7 @@ impl Builder {
             limit: LIMIT,
             processor: processor(),
             headers: Arc::default(),
+            added: Arc::default(),
         }
     }
 
@@ -168,7 +171,9 @@ impl Builder {
             let mut file = tempfile::NamedTempFile::new_in(&folder)?;
             std::io::copy(&mut from, &mut file)?;
             file.as_file().set_permissions(fs::Permissions::from_mode(0o644))?;
+            let bytes = file.as_file().metadata()?.len();
             file.persist(kept).map_err(|e| e.error)?;
+            self.added.count(&folder, bytes, trim::MOST);
             Ok(())
         })
     }
@@ -224,9 +229,11 @@ impl Builder {
     }
 
     fn cached(&self, key: &str) -> Option<(Arc<[u8]>, String)> {
-        let bytes = fs::read(self.cache.join(key)).ok()?;
+        let path = self.cache.join(key);
+        let bytes = fs::read(&path).ok()?;
         let (head, image) = bytes.split_at_checked(64)?;
         let found = digest([image]);
+        trim::used(&path);
         (found.as_bytes() == head).then(|| (Arc::from(image), found))
     }
 
@@ -236,6 +243,7 @@ impl Builder {
             std::io::Write::write_all(&mut file, found.as_bytes())?;
             std::io::Write::write_all(&mut file, image)?;
             file.persist(self.cache.join(key)).map_err(|e| e.error)?;
+            self.added.count(&self.cache, image.len() as u64, trim::MOST);
             Ok(())
         });
         if let Err(error) = stored {

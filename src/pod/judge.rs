@@ -112,7 +112,10 @@ pub fn main(arguments: Arguments, environment: Environment, stop: &'static Atomi
     let usual = job::Judge::default();
     let judge = Judge::start(&environment.toolchain, court::options(&usual, arguments.device), Arc::clone(&slice))
         .map_err(|e| setup(&e))?;
-    judge.warm();
+    if !warmed(&judge, stop) {
+        // Told to end before anything was asked of it.
+        return Ok(());
+    }
     let card = card::Card::of(judge.facts(), arguments.card.as_deref());
     let worker = Arc::new(Worker {
         judges: Mutex::new([(key(&usual), judge)].into()),
@@ -132,6 +135,22 @@ pub fn main(arguments: Arguments, environment: Environment, stop: &'static Atomi
     worker.slice.on_pressure(move || Weak::upgrade(&weak).is_some_and(|worker| worker.give_up_one()));
     worker.serve();
     Ok(())
+}
+
+/// Warms a judge; no, if `stop` is set before it is through: then nobody waits for it any more. Its processes were started by
+/// the caller's thread, with which they would end.
+fn warmed(judge: &Arc<Judge>, stop: &AtomicBool) -> bool {
+    let warming = {
+        let judge = Arc::clone(judge);
+        std::thread::spawn(move || judge.warm())
+    };
+    while !warming.is_finished() {
+        if stop.load(Ordering::Relaxed) {
+            return false;
+        }
+        std::thread::sleep(LOOK);
+    }
+    true
 }
 
 /// What a judge's choices are told apart by.

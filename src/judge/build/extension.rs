@@ -11,7 +11,7 @@ use std::time::Instant;
 
 use serde::Deserialize;
 
-use super::{BuildError, Builder, Built, Job, LONG, OUTPUT};
+use super::{BuildError, Builder, Built, Job, LONG, OUTPUT, trim};
 use crate::judge::Device;
 use crate::judge::cache::digest;
 
@@ -356,6 +356,7 @@ impl Builder {
             };
             self.keep(&job, &path)?;
         }
+        trim::used(&path);
         Ok(path)
     }
 
