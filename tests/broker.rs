@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use common::{Broker, candidate, job, registration, verdict};
+use common::{Broker, candidate, evaluate, files, job, registration, until, verdict, whole_episode};
 use kernelfleet::wire::v1::evaluate_reply::State;
 use kernelfleet::wire::v1::{
     AcquireRequest, AppendRequest, BeginRequest, CloseJobRequest, CompleteRequest, EvaluateRequest, FinishRequest,
@@ -21,10 +21,6 @@ use tonic::{Code, Request, Status};
 
 fn reason(status: &Status) -> &str {
     status.metadata().get("kernelfleet-reason").map_or("", |v| v.to_str().unwrap())
-}
-
-fn evaluate(key: &str, op: Op, text: &str, wait_seconds: f64) -> EvaluateRequest {
-    EvaluateRequest { key: key.into(), op: op.into(), candidates: vec![candidate(text)], wait_seconds }
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -452,53 +448,6 @@ async fn a_broker_that_is_killed_again_and_again_comes_to_the_ledger_of_one_that
     }
     assert_eq!(whole.len(), killed.len());
     assert_eq!(whole_metrics, killed_metrics);
-}
-
-/// One episode of job `uid`, from its beginning to its end, with `text` as its candidate.
-async fn whole_episode(broker: &Broker, session: u64, uid: &str, text: &str) {
-    let mut agent = broker.agent(uid, 0, &format!("pod-{uid}"));
-    let mut judge = broker.judge("judge");
-    agent.begin(BeginRequest {}).await.unwrap();
-    let asking = tokio::spawn({
-        let (mut agent, text) = (agent.clone(), text.to_owned());
-        async move { agent.evaluate(evaluate("final", Op::Final, &text, 30.0)).await.unwrap().into_inner() }
-    });
-    let pulled = judge.pull(PullRequest { session, wait_seconds: 30.0, ..PullRequest::default() }).await.unwrap();
-    let complete = CompleteRequest {
-        session,
-        lease: pulled.into_inner().lease.unwrap().id,
-        state: State::Done.into(),
-        answer_json: json!([verdict(2, 1.5)]).to_string(),
-        ..CompleteRequest::default()
-    };
-    judge.complete(complete).await.unwrap();
-    assert_eq!(asking.await.unwrap().state(), State::Done);
-    let line = json!({"at": 1.0, "kind": "turn", "turn": 1, "content": "", "calls": [], "finish": "stop",
-        "usage": {"prompt": 10, "completion": 4}});
-    agent.append(AppendRequest { first: 0, lines: vec![line.to_string()] }).await.unwrap();
-    let outcome_json = json!({"task": "t0", "state": "judged", "attempts": 1, "seconds": 2.0}).to_string();
-    agent.finish(FinishRequest { outcome_json }).await.unwrap();
-}
-
-/// Files below a folder.
-fn files(folder: &std::path::Path) -> Vec<std::path::PathBuf> {
-    let Ok(entries) = std::fs::read_dir(folder) else { return vec![] };
-    entries
-        .flat_map(|entry| {
-            let path = entry.unwrap().path();
-            if path.is_dir() { files(&path) } else { vec![path] }
-        })
-        .collect()
-}
-
-async fn until(what: &str, mut ready: impl AsyncFnMut() -> bool) {
-    for _ in 0..600 {
-        if ready().await {
-            return;
-        }
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
-    panic!("waited in vain until {what}");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -38,6 +38,7 @@ use super::NameReference;
 #[x_kube(validation = Rule::new("!(has(self.resourceName) && has(self.resourceClaimTemplate))").message("a judge gets its card by resourceName or by resourceClaimTemplate, not by both"))]
 #[x_kube(validation = Rule::new("self.device == 'cuda' || self.sharing == 'Exclusive'").message("sharing is for device: cuda"))]
 #[x_kube(validation = Rule::new("has(self.storage) == has(oldSelf.storage)").message("storage can't be added or taken away, since the ledger would be lost; make a new GpuPool"))]
+#[x_kube(validation = Rule::new("has(self.objectStore) == has(oldSelf.objectStore)").message("objectStore can't be added or taken away, since the objects would be lost; make a new GpuPool"))]
 pub struct GpuPoolSpec {
     /// Where candidates run: on CUDA cards, or on the CPU for trying things out.
     pub device: Device,
@@ -76,6 +77,10 @@ pub struct GpuPoolSpec {
     /// Volume of the broker's ledger. Without one the ledger lies in the pod and is lost with it: for trying things out.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub storage: Option<Storage>,
+    /// Bucket of the broker's objects: trajectories, results, contents that are too large for the ledger. Without one they
+    /// lie on the ledger's volume.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub object_store: Option<ObjectStore>,
     /// How long ledger and objects keep a job after its OptimizationJob was deleted; 30 days if nothing is said.
     #[serde(default = "retention_seconds")]
     #[schemars(range(min = 1, max = 315_360_000))]
@@ -182,6 +187,42 @@ pub struct Storage {
     pub storage_class_name: Option<String>,
 }
 
+/// A bucket that speaks S3.
+#[derive(KubeSchema, Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[x_kube(validation = Rule::new("self.url == oldSelf.url").message("objectStore.url can't be changed, since the objects would be lost; make a new GpuPool"))]
+#[x_kube(validation = Rule::new("has(self.endpoint) || has(self.region)").message("region is wanted where no endpoint is said: that is Amazon's S3, whose buckets each belong to a region"))]
+pub struct ObjectStore {
+    /// Such as `s3://bucket/prefix`. Objects lie below it in a folder that has the pool's name, so that pools of one cluster
+    /// may have the same; pools of two clusters may not.
+    #[schemars(length(min = 8, max = 512))]
+    #[x_kube(validation = Rule::new("self.matches('^s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9][A-Za-z0-9._-]*)*$')").message("an address such as s3://bucket or s3://bucket/prefix is wanted"))]
+    pub url: String,
+    /// Address of a server that isn't Amazon's, such as `https://minio.example.com:9000`; its buckets are asked for by path.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(length(min = 8, max = 512))]
+    #[x_kube(validation = Rule::new("isURL(self) && (url(self).getScheme() == 'https' || url(self).getScheme() == 'http') && url(self).getHostname() != ''").message("an address such as https://host:9000 is wanted"))]
+    #[x_kube(validation = Rule::new("!self.contains('@') && !self.contains('?') && !self.contains('#')").message("the address holds no user, query or fragment; a key belongs into credentialsSecret"))]
+    pub endpoint: Option<String>,
+    /// Region of the bucket; `us-east-1` if an endpoint and no region is said, which is what most other servers take.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(length(min = 1, max = 63), regex(pattern = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"))]
+    pub region: Option<String>,
+    /// Secret of the operator's namespace with the keys `access-key-id` and `secret-access-key`; the broker alone gets
+    /// them. Without it the broker goes by its service account's own identity on Amazon (IRSA or EKS Pod Identity).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub credentials_secret: Option<CredentialsSecret>,
+}
+
+/// Where the credentials are.
+#[derive(JsonSchema, Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct CredentialsSecret {
+    /// Name of the Secret.
+    #[schemars(length(min = 1, max = 253))]
+    pub name: String,
+}
+
 /// What the operator has seen.
 #[derive(JsonSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
@@ -254,6 +295,13 @@ fn everywhere() -> Vec<String> {
 }
 
 impl GpuPoolSpec {
+    /// Secret with the credentials of the bucket, if the spec names one.
+    #[must_use]
+    pub fn credentials(&self) -> Option<&str> {
+        let secret = self.object_store.as_ref()?.credentials_secret.as_ref()?;
+        Some(&secret.name)
+    }
+
     /// Whether jobs of a namespace may use the pool.
     #[must_use]
     pub fn allows(&self, namespace: &str) -> bool {

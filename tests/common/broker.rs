@@ -9,9 +9,13 @@ use std::time::Duration;
 
 use kernelfleet::wire::v1::control_client::ControlClient;
 use kernelfleet::wire::v1::episodes_client::EpisodesClient;
+use kernelfleet::wire::v1::evaluate_reply::State;
 use kernelfleet::wire::v1::judges_client::JudgesClient;
 use kernelfleet::wire::v1::put_job_request::Part;
-use kernelfleet::wire::v1::{Candidate, JobHead, JobTask, PutJobRequest, RegisterRequest};
+use kernelfleet::wire::v1::{
+    AppendRequest, BeginRequest, Candidate, CompleteRequest, EvaluateRequest, FinishRequest, JobHead, JobTask, Op,
+    PullRequest, PutJobRequest, RegisterRequest,
+};
 use serde_json::{Value, json};
 use tonic::metadata::MetadataValue;
 use tonic::service::Interceptor;
@@ -41,10 +45,12 @@ pub struct Broker {
     pub metrics: u16,
     child: Child,
     flags: Vec<String>,
+    environment: Vec<(String, String)>,
     tokens: std::sync::Mutex<Vec<Value>>,
 }
 
-fn free_port() -> u16 {
+/// A port that nobody listens on.
+pub fn free_port() -> u16 {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }
 
@@ -57,30 +63,48 @@ fn certificate(folder: &Path) {
 impl Broker {
     /// Starts one on fresh folders. `operator` is the operator's token.
     pub fn start(flags: &[&str]) -> Self {
+        Self::start_with(flags, &[])
+    }
+
+    /// Starts one with variables; what it logs is in `log` then. Objects lie in a folder unless the flags name a storage.
+    pub fn start_with(flags: &[&str], environment: &[(&str, &str)]) -> Self {
         // A second installation is refused and changes nothing.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let folder = tempfile::tempdir().unwrap();
         certificate(folder.path());
         let tokens = vec![json!({"token": "operator", "role": "operator"})];
         let flags = flags.iter().map(|f| (*f).to_owned()).collect();
+        let environment: Vec<(String, String)> =
+            environment.iter().map(|(n, v)| ((*n).to_owned(), (*v).to_owned())).collect();
         let (port, metrics) = (free_port(), free_port());
         std::fs::write(folder.path().join("tokens.json"), json!(tokens).to_string()).unwrap();
-        let child = Self::spawn(folder.path(), port, metrics, &flags);
-        Self { folder, port, metrics, child, flags, tokens: std::sync::Mutex::new(tokens) }
+        let child = Self::spawn(folder.path(), port, metrics, &flags, &environment);
+        Self { folder, port, metrics, child, flags, environment, tokens: std::sync::Mutex::new(tokens) }
     }
 
-    fn spawn(folder: &Path, port: u16, metrics: u16, flags: &Vec<String>) -> Child {
+    fn spawn(folder: &Path, port: u16, metrics: u16, flags: &Vec<String>, environment: &[(String, String)]) -> Child {
         let at = |name: &str| folder.join(name).display().to_string();
-        Command::new(env!("CARGO_BIN_EXE_kernelfleet"))
+        let mut command = Command::new(env!("CARGO_BIN_EXE_kernelfleet"));
+        command
             .arg("broker")
             .args(["--listen", &format!("127.0.0.1:{port}"), "--metrics", &format!("127.0.0.1:{metrics}")])
             .args(["--cert", &at("tls.crt"), "--key", &at("tls.key"), "--ledger", &at("ledger.db")])
-            .args(["--storage", &format!("file://{}", at("objects")), "--tokens", &at("tokens.json")])
-            .args(["--pool", "pool"])
+            .args(["--tokens", &at("tokens.json"), "--pool", "pool"])
             .args(flags)
-            .stdin(Stdio::null())
-            .spawn()
-            .unwrap()
+            .stdin(Stdio::null());
+        if !flags.iter().any(|f| f == "--storage") {
+            command.args(["--storage", &format!("file://{}", at("objects"))]);
+        }
+        if !environment.is_empty() {
+            let log = std::fs::File::options().append(true).create(true).open(folder.join("log")).unwrap();
+            command.envs(environment.to_vec()).stderr(log);
+        }
+        command.spawn().unwrap()
+    }
+
+    /// What it has logged, if it was started with variables.
+    pub fn log(&self) -> String {
+        std::fs::read_to_string(self.folder.path().join("log")).unwrap()
     }
 
     pub fn ledger(&self) -> PathBuf {
@@ -91,7 +115,7 @@ impl Broker {
     pub fn kill_and_start(&mut self) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();
-        self.child = Self::spawn(self.folder.path(), self.port, self.metrics, &self.flags);
+        self.child = Self::spawn(self.folder.path(), self.port, self.metrics, &self.flags, &self.environment);
     }
 
     /// Tells it to stop; gives its exit status.
@@ -198,4 +222,57 @@ pub fn verdict(reward: i32, eager: f64) -> Value {
     let interval = |median: f64| json!({"median": median, "low": median * 0.98, "high": median * 1.02});
     json!({"reward": reward, "correct": reward > 0, "reason": null, "grade": "observed",
         "speedup": {"eager": interval(eager), "compile": interval(eager / 2.0)}, "cached": false})
+}
+
+/// An evaluation of `text`.
+pub fn evaluate(key: &str, op: Op, text: &str, wait_seconds: f64) -> EvaluateRequest {
+    EvaluateRequest { key: key.into(), op: op.into(), candidates: vec![candidate(text)], wait_seconds }
+}
+
+/// One episode of job `uid`, from its beginning to its end, with `text` as its candidate.
+pub async fn whole_episode(broker: &Broker, session: u64, uid: &str, text: &str) {
+    let mut agent = broker.agent(uid, 0, &format!("pod-{uid}"));
+    let mut judge = broker.judge("judge");
+    agent.begin(BeginRequest {}).await.unwrap();
+    let asking = tokio::spawn({
+        let (mut agent, text) = (agent.clone(), text.to_owned());
+        async move { agent.evaluate(evaluate("final", Op::Final, &text, 30.0)).await.unwrap().into_inner() }
+    });
+    let pulled = judge.pull(PullRequest { session, wait_seconds: 30.0, ..PullRequest::default() }).await.unwrap();
+    let complete = CompleteRequest {
+        session,
+        lease: pulled.into_inner().lease.unwrap().id,
+        state: State::Done.into(),
+        answer_json: json!([verdict(2, 1.5)]).to_string(),
+        ..CompleteRequest::default()
+    };
+    judge.complete(complete).await.unwrap();
+    assert_eq!(asking.await.unwrap().state(), State::Done);
+    let line = json!({"at": 1.0, "kind": "turn", "turn": 1, "content": "", "calls": [], "finish": "stop",
+        "usage": {"prompt": 10, "completion": 4}});
+    agent.append(AppendRequest { first: 0, lines: vec![line.to_string()] }).await.unwrap();
+    let outcome_json = json!({"task": "t0", "state": "judged", "attempts": 1, "seconds": 2.0}).to_string();
+    agent.finish(FinishRequest { outcome_json }).await.unwrap();
+}
+
+/// Files below a folder.
+pub fn files(folder: &std::path::Path) -> Vec<std::path::PathBuf> {
+    let Ok(entries) = std::fs::read_dir(folder) else { return vec![] };
+    entries
+        .flat_map(|entry| {
+            let path = entry.unwrap().path();
+            if path.is_dir() { files(&path) } else { vec![path] }
+        })
+        .collect()
+}
+
+/// Waits until something is so.
+pub async fn until(what: &str, mut ready: impl AsyncFnMut() -> bool) {
+    for _ in 0..600 {
+        if ready().await {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    panic!("waited in vain until {what}");
 }

@@ -35,6 +35,7 @@ SET: dict[str, Any] = {
     "spec": {"configMap": {"names": ["tasks"]}},
 }
 CUDA = {"spec": {"device": "cuda"}}
+BUCKET = {"url": "s3://bucket/prefix", "region": "eu-central-1"}
 BAD_NAME = {"metadata": {"name": "a" * 41}}
 # What is refused: an object, what is laid over it, and the words of the rule that has to refuse it.
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
@@ -75,6 +76,29 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         "maxExclusiveSeconds is at most maxSeconds",
     ),
     (POOL, {"spec": {"storage": {"size": "large"}}}, "not a quantity such as 20Gi"),
+    *(
+        (
+            POOL,
+            {"spec": {"objectStore": {**BUCKET, "url": url}}},
+            "an address such as s3://bucket or s3://bucket/prefix is wanted",
+        )
+        for url in ("https://bucket/prefix", "s3://key:secret@bucket", "s3://bucket/a/../b", "s3://bucket/?x")
+    ),
+    (
+        POOL,
+        {"spec": {"objectStore": {"url": "s3://bucket"}}},
+        "region is wanted where no endpoint is said: that is Amazon's S3, whose buckets each belong to a region",
+    ),
+    (
+        POOL,
+        {"spec": {"objectStore": {**BUCKET, "endpoint": "minio.example.com:9000"}}},
+        "an address such as https://host:9000 is wanted",
+    ),
+    (
+        POOL,
+        {"spec": {"objectStore": {**BUCKET, "endpoint": "https://key@minio.example.com"}}},
+        "the address holds no user, query or fragment; a key belongs into credentialsSecret",
+    ),
     (
         ENDPOINT,
         BAD_NAME,
@@ -93,7 +117,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ),
 ]
 # What can't be changed any more: an object, its status, the change, the words.
-STORED = {**POOL, "spec": {"device": "cpu", "storage": {"size": "1Gi"}}}
+STORED = {**POOL, "spec": {"device": "cpu", "storage": {"size": "1Gi"}, "objectStore": BUCKET}}
 FROZEN: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (POOL, CUDA, "device can't be changed; make a new GpuPool"),
     (
@@ -105,6 +129,21 @@ FROZEN: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         STORED,
         {"spec": {"storage": {"size": "2Gi"}}},
         "storage can't be changed: enlarge the PersistentVolumeClaim itself",
+    ),
+    (
+        POOL,
+        {"spec": {"objectStore": BUCKET}},
+        "objectStore can't be added or taken away, since the objects would be lost; make a new GpuPool",
+    ),
+    (
+        STORED,
+        {"spec": {"objectStore": None}},
+        "objectStore can't be added or taken away, since the objects would be lost; make a new GpuPool",
+    ),
+    (
+        STORED,
+        {"spec": {"objectStore": {"url": "s3://bucket/other"}}},
+        "objectStore.url can't be changed, since the objects would be lost; make a new GpuPool",
     ),
     (
         JOB,
@@ -239,6 +278,16 @@ def test_what_is_frozen_can_be_corrected_before_the_start_and_not_after(
             cluster.apply_dry(over(good, free))
     finally:
         cluster.kubectl("delete", *named, "--wait=false", "--ignore-not-found")
+
+
+def test_a_buckets_server_region_and_secret_can_be_changed(cluster: Cluster, kinds: dict[str, dict[str, Any]]) -> None:
+    del kinds
+    cluster.apply(STORED)
+    try:
+        moved = {"endpoint": "https://minio.example.com:9000", "region": None, "credentialsSecret": {"name": "bucket"}}
+        cluster.apply_dry(over(STORED, {"spec": {"objectStore": moved}}))
+    finally:
+        cluster.kubectl("delete", "gpupool", "definitions", "--wait=false", "--ignore-not-found")
 
 
 def test_an_unknown_field_is_refused_by_its_name(cluster: Cluster, kinds: dict[str, dict[str, Any]]) -> None:

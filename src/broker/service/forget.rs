@@ -47,20 +47,21 @@ impl Broker {
                 self.ledger.committed(self.ledger.submit(vec![Record::Removed(leftover)])).await?;
             }
         }
+        let blobs = |all: Vec<Leftover>| all.into_iter().filter(|l| matches!(l, Leftover::Blob(_))).take(AT_ONCE);
         loop {
-            let _alone = self.naming.write().await;
-            let mut left = self.ledger.leftovers()?;
-            left.truncate(AT_ONCE);
-            let mut removed = Vec::new();
-            for leftover in left {
-                if let Leftover::Blob(digest) = &leftover {
-                    self.objects.remove(&objects::blob(digest)).await?;
-                    removed.push(Record::Removed(leftover));
-                }
-            }
-            if removed.is_empty() {
+            if blobs(self.ledger.leftovers()?).next().is_none() {
                 return Ok(());
             }
+            // A bucket that can't be reached is noticed before anybody has to wait for it.
+            self.objects.check().await?;
+            let _alone = self.naming.write().await;
+            let left: Vec<Leftover> = blobs(self.ledger.leftovers()?).collect();
+            let names = left.iter().filter_map(|l| match l {
+                Leftover::Blob(digest) => Some(objects::blob(digest)),
+                Leftover::Job(_) => None,
+            });
+            self.objects.remove(&names.collect::<Vec<_>>()).await?;
+            let removed = left.into_iter().map(Record::Removed).collect();
             self.ledger.committed(self.ledger.submit(removed)).await?;
         }
     }

@@ -276,6 +276,10 @@ impl Broker {
             Some(found) => Some(found),
             None => self.objects.get(&objects::blob(digest)).await.map_err(|e| failed(&e))?,
         };
+        // Others may write to a bucket; what they make of a candidate isn't what was submitted.
+        if found.as_ref().is_some_and(|bytes| objects::digest(bytes) != digest) {
+            return Err(Status::data_loss(format!("content {digest} isn't what was written")));
+        }
         let found = found.ok_or_else(|| Status::data_loss(format!("content {digest} isn't kept any more")))?;
         let found = Arc::new(found);
         self.remember(digest, &found);

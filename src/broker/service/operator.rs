@@ -161,6 +161,7 @@ impl Control for Operator {
             device: device.device,
             hardware: device.hardware,
             properties_json: device.properties,
+            objects_failing: self.0.objects.failing().unwrap_or_default(),
             each: pool
                 .judges
                 .into_iter()

@@ -43,9 +43,16 @@ pub struct Arguments {
     /// The ledger, an SQLite file on a volume of its own; FILE-wal and FILE-shm lie beside it
     #[arg(long, value_name = "FILE")]
     pub ledger: PathBuf,
-    /// Where objects go: file:///folder or s3://bucket/prefix (credentials from AWS_* variables)
+    /// Where objects go: file:///folder or s3://bucket/prefix (credentials from AWS_ACCESS_KEY_ID and
+    /// AWS_SECRET_ACCESS_KEY, or the pod's own identity on Amazon); no other broker may have the same
     #[arg(long, value_name = "URL")]
     pub storage: String,
+    /// Server of the bucket, if it isn't Amazon's; buckets are asked for by path
+    #[arg(long, value_name = "URL")]
+    pub storage_endpoint: Option<String>,
+    /// Region of the bucket
+    #[arg(long, value_name = "NAME")]
+    pub storage_region: Option<String>,
     /// Address of /metrics, /healthz and /readyz, plain HTTP
     #[arg(long, value_name = "ADDRESS", default_value = "0.0.0.0:9443")]
     pub metrics: SocketAddr,
@@ -138,7 +145,8 @@ pub fn main(arguments: &Arguments) -> Result<(), Error> {
 async fn run(arguments: &Arguments) -> Result<(), Error> {
     let identify = identify(arguments).await?;
     let certificate = Certificate::open(&arguments.cert, &arguments.key)?;
-    let objects = Objects::open(&arguments.storage)?;
+    let objects =
+        Objects::open(&arguments.storage, arguments.storage_endpoint.as_deref(), arguments.storage_region.as_deref())?;
     let settings = Settings {
         weights: arguments.weights.iter().cloned().collect::<BTreeMap<_, _>>(),
         lease_seconds: arguments.lease_seconds,
@@ -158,6 +166,7 @@ async fn run(arguments: &Arguments) -> Result<(), Error> {
     tokio::spawn(async move { axum::serve(plain, routes).await });
     tokio::spawn(certificate.watch());
     tokio::spawn(broker.clone().tick());
+    tokio::spawn(broker.clone().look_at_bucket());
     tokio::spawn(broker.clone().upload());
     tokio::spawn(broker.clone().forget(arguments.retention_seconds));
     tracing::info!("the broker of pool {} listens on {local}", arguments.pool);

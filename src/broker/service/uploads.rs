@@ -20,7 +20,28 @@ const LOOK: Duration = Duration::from_secs(30);
 /// Least time between two looks.
 const PAUSE: Duration = Duration::from_secs(1);
 
+/// How often a bucket that failed is looked at again.
+const AGAIN: Duration = Duration::from_secs(10);
+
 impl Broker {
+    /// Looks at the bucket at the start, and then for as long as something fails, for ever. A broker without its bucket goes
+    /// on: what the ledger holds can be asked for and added to, and what needs the bucket is refused until it is back.
+    pub(super) async fn look_at_bucket(self: Arc<Self>) {
+        let mut last: Option<String> = None;
+        loop {
+            if self.objects.failing().is_some() {
+                let found = self.objects.check().await.err().map(|e| e.to_string());
+                match &found {
+                    Some(why) if found != last => tracing::error!("objects can't be kept: {why}"),
+                    None if last.is_some() => tracing::info!("objects are kept again"),
+                    _ => {}
+                }
+                last = found;
+            }
+            tokio::time::sleep(AGAIN).await;
+        }
+    }
+
     /// Moves lines into objects for ever.
     pub(super) async fn upload(self: Arc<Self>) {
         loop {

@@ -39,7 +39,8 @@ pub fn validate(endpoint: &ModelEndpoint) -> Result<ValidEndpoint, Error> {
 }
 
 /// Whether an address is one of the cluster or the machine, where plain HTTP is usual.
-fn inside(url: &str) -> bool {
+#[must_use]
+pub fn inside(url: &str) -> bool {
     let host = url.trim_start_matches("http://");
     let host = host.split(['/', ':']).next().unwrap_or_default();
     let private = host.parse::<std::net::Ipv4Addr>().is_ok_and(|ip| ip.is_private() || ip.is_loopback());

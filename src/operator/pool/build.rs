@@ -12,7 +12,7 @@
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
 use serde_json::{Value, json};
 
-use super::dereference::tls_secret;
+use super::dereference::{ACCESS_KEY, Credentials, Facts, SECRET_KEY, tls_secret};
 use super::validate::{Card, ValidPool, overlay};
 use crate::api::pool::Device;
 use crate::operator::apply::{self, Built};
@@ -27,7 +27,8 @@ pub struct Objects {
 }
 
 /// Everything but the Secrets, which hold what is drawn. `bundle` is the PEM of the authorities. Judges are told an address
-/// and no name, so they come once the broker's Service has its `ip`.
+/// and no name, so they come once the broker's Service has its `ip`. Neither comes, and what is there is left as it is, while
+/// the credentials of the bucket aren't there.
 ///
 /// # Errors
 /// When an object lacks a field that every object has.
@@ -36,18 +37,19 @@ pub fn build(
     owner: &OwnerReference,
     settings: &Settings,
     bundle: &str,
-    ip: Option<&str>,
-    missing: &[String],
+    facts: &Facts,
 ) -> Result<Objects, apply::Error> {
     let mut all = vec![
         config_map(pool, owner, settings, &names::authority(&pool.name), json!({ "ca.crt": bundle })),
         account(pool, owner, settings, "broker"),
         account(pool, owner, settings, "judge"),
     ];
-    all.extend(rights(pool, owner, settings, missing));
+    all.extend(rights(pool, owner, settings, &facts.missing_namespaces));
     all.push(service(pool, owner, settings));
-    all.push(broker(pool, owner, settings));
-    all.extend(ip.map(|ip| judges(pool, owner, settings, ip)));
+    if facts.credentials.usable() {
+        all.push(broker(pool, owner, settings, &facts.credentials));
+        all.extend(facts.ip.as_deref().map(|ip| judges(pool, owner, settings, ip)));
+    }
     if pool.spec.replicas > 1 {
         all.push(budget(pool, owner, settings));
     }
@@ -182,18 +184,41 @@ fn broker_arguments(pool: &ValidPool, settings: &Settings) -> Vec<String> {
         "--cert=/etc/kernelfleet/tls/tls.crt".into(),
         "--key=/etc/kernelfleet/tls/tls.key".into(),
         format!("--ledger={LEDGER}/ledger.db"),
-        format!("--storage=file://{LEDGER}/objects"),
+    ];
+    match &spec.object_store {
+        None => arguments.push(format!("--storage=file://{LEDGER}/objects")),
+        Some(store) => {
+            // Another pool's broker removes what it alone named: each has a folder of its own.
+            arguments.push(format!("--storage={}/{}", store.url, pool.name));
+            arguments.extend(store.endpoint.iter().map(|e| format!("--storage-endpoint={e}")));
+            arguments.extend(store.region.iter().map(|r| format!("--storage-region={r}")));
+        }
+    }
+    arguments.extend([
         format!("--lease-seconds={}", spec.slices.max_seconds),
         format!("--exclusive-seconds={}", spec.slices.max_exclusive_seconds),
         format!("--retention-seconds={}", spec.retention_seconds),
         format!("--operator-account={}", settings.account(&settings.service_account)),
         format!("--judge-account={}", settings.account(&names::judge(&pool.name))),
-    ];
+    ]);
     arguments.extend(spec.fair_share.weights.iter().map(|(name, weight)| format!("--weight={name}={weight}")));
     arguments
 }
 
-fn broker(pool: &ValidPool, owner: &OwnerReference, settings: &Settings) -> Value {
+/// What the broker knows besides: the credentials of its bucket, by reference.
+fn broker_environment(pool: &ValidPool) -> Vec<Value> {
+    let mut environment = vec![json!({ "name": "KERNELFLEET_LOG_FORMAT", "value": "json" })];
+    if let Some(secret) = pool.spec.credentials() {
+        for (name, key) in [("AWS_ACCESS_KEY_ID", ACCESS_KEY), ("AWS_SECRET_ACCESS_KEY", SECRET_KEY)] {
+            environment.push(
+                json!({ "name": name, "valueFrom": { "secretKeyRef": { "name": secret, "key": key, "optional": false } } }),
+            );
+        }
+    }
+    environment
+}
+
+fn broker(pool: &ValidPool, owner: &OwnerReference, settings: &Settings, credentials: &Credentials) -> Value {
     let name = names::broker(&pool.name);
     let mut volumes = vec![
         json!({ "name": "tls", "secret": { "secretName": tls_secret(&pool.name), "defaultMode": 288, "items": [
@@ -245,7 +270,7 @@ fn broker(pool: &ValidPool, owner: &OwnerReference, settings: &Settings) -> Valu
                 "imagePullPolicy": settings.pull_policy,
                 "command": ["kernelfleet", "broker"],
                 "args": broker_arguments(pool, settings),
-                "env": [{ "name": "KERNELFLEET_LOG_FORMAT", "value": "json" }],
+                "env": broker_environment(pool),
                 "ports": [
                     { "name": "grpc", "containerPort": names::BROKER_PORT, "protocol": "TCP" },
                     { "name": "http", "containerPort": names::BROKER_HTTP_PORT, "protocol": "TCP" },
@@ -264,6 +289,13 @@ fn broker(pool: &ValidPool, owner: &OwnerReference, settings: &Settings) -> Valu
             "volumes": volumes,
         },
     });
+    if pool.spec.object_store.is_some() {
+        // What it can't use it says as it ends: kubectl describe shows that.
+        spec["template"]["spec"]["containers"][0]["terminationMessagePolicy"] = "FallbackToLogsOnError".into();
+    }
+    if let Credentials::There(version) = credentials {
+        spec["template"]["metadata"]["annotations"] = json!({ names::CREDENTIALS: version });
+    }
     json!({
         "apiVersion": "apps/v1",
         "kind": "StatefulSet",
@@ -431,14 +463,23 @@ mod tests {
     use crate::operator::pool::validate::validate;
 
     fn built(spec: Value) -> String {
+        built_with(spec, Credentials::Unnamed)
+    }
+
+    fn built_with(spec: Value, credentials: Credentials) -> String {
         let pool: GpuPool = serde_json::from_value(json!({
             "apiVersion": "kernelfleet.dev/v1alpha1", "kind": "GpuPool",
             "metadata": { "name": "h100", "uid": "5a1f" }, "spec": spec,
         }))
         .unwrap();
         let valid = validate(&pool).unwrap();
-        let objects =
-            build(&valid, &names::owner(&pool), &settings(), "PEM\n", Some("10.96.0.7"), &["gone".into()]).unwrap();
+        let facts = Facts {
+            ip: Some("10.96.0.7".into()),
+            missing_namespaces: vec!["gone".into()],
+            credentials,
+            ..Facts::default()
+        };
+        let objects = build(&valid, &names::owner(&pool), &settings(), "PEM\n", &facts).unwrap();
         let documents = objects.all.iter().map(|b| serde_saphyr::to_string(&b.object).unwrap());
         documents.collect::<Vec<_>>().join("---\n")
     }
@@ -455,6 +496,34 @@ mod tests {
                 "containers": [{ "name": "judge", "env": [{ "name": "KERNELFLEET_PYTHON", "value": "/opt/python" }] }],
             } },
         })));
+    }
+
+    fn sets(text: &str) -> Vec<&str> {
+        text.split("---\n").filter(|d| d.contains("kind: StatefulSet")).collect()
+    }
+
+    #[test]
+    fn a_pool_with_a_bucket_has_its_credentials_by_reference_in_the_broker_alone() {
+        let spec = json!({ "device": "cpu", "objectStore": {
+            "url": "s3://fleet/objects", "endpoint": "https://minio.example.com:9000", "region": "eu-1",
+            "credentialsSecret": { "name": "bucket" } } });
+        let text = built_with(spec.clone(), Credentials::There("41".into()));
+        assert_eq!(text.matches("secretKeyRef").count(), 2);
+        let sets_of_it = sets(&text);
+        let [broker, judges] = sets_of_it.as_slice() else { panic!("{text}") };
+        assert!(!judges.contains("AWS_") && !judges.contains("bucket"), "{judges}");
+        insta::assert_snapshot!(*broker);
+        // Until there are credentials no pod is made, and what is there isn't touched.
+        for credentials in [Credentials::Missing, Credentials::Without(SECRET_KEY)] {
+            assert!(sets(&built_with(spec.clone(), credentials)).is_empty());
+        }
+    }
+
+    #[test]
+    fn a_bucket_without_a_secret_is_used_as_the_brokers_own_account() {
+        let text = built(json!({ "device": "cpu", "objectStore": { "url": "s3://fleet", "region": "eu-central-1" } }));
+        assert!(text.contains("--storage=s3://fleet/h100") && text.contains("--storage-region=eu-central-1"), "{text}");
+        assert!(!text.contains("AWS_") && !text.contains("--storage-endpoint"), "{text}");
     }
 
     #[test]

@@ -34,13 +34,55 @@ pub struct Facts {
     pub said: Option<Result<PoolFacts, String>>,
     /// Namespaces of the spec that don't exist.
     pub missing_namespaces: Vec<String>,
+    pub credentials: Credentials,
 }
 
-/// Reads everything; what isn't there yet is `None`.
+/// Key of a credentials' Secret: who calls.
+pub const ACCESS_KEY: &str = "access-key-id";
+/// Key of a credentials' Secret: what only it knows.
+pub const SECRET_KEY: &str = "secret-access-key";
+
+/// What is known of the Secret with the bucket's credentials. Never what it holds.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Credentials {
+    /// The spec names none.
+    #[default]
+    Unnamed,
+    /// There is no such Secret.
+    Missing,
+    /// It has no such key, or nothing under it.
+    Without(&'static str),
+    /// Both keys are there; its version.
+    There(String),
+}
+
+impl Credentials {
+    /// Whether a broker can be started.
+    #[must_use]
+    pub const fn usable(&self) -> bool {
+        matches!(self, Self::Unnamed | Self::There(_))
+    }
+
+    fn of(secret: Option<&Secret>) -> Self {
+        let Some(secret) = secret else { return Self::Missing };
+        let filled = |key: &str| secret.data.as_ref().and_then(|d| d.get(key)).is_some_and(|v| !v.0.is_empty());
+        match [ACCESS_KEY, SECRET_KEY].into_iter().find(|key| !filled(key)) {
+            Some(key) => Self::Without(key),
+            None => Self::There(secret.metadata.resource_version.clone().unwrap_or_default()),
+        }
+    }
+}
+
+/// Reads everything; what isn't there yet is `None`. `secret` is the Secret with the bucket's credentials.
 ///
 /// # Errors
 /// When the API server can't be asked, or a Secret of ours is broken.
-pub async fn dereference(context: &Context, pool: &str, namespaces: &[String]) -> Result<Facts, Error> {
+pub async fn dereference(
+    context: &Context,
+    pool: &str,
+    namespaces: &[String],
+    secret: Option<&str>,
+) -> Result<Facts, Error> {
     let namespace = &context.settings.namespace;
     let failed = |what: &str| {
         let what = what.to_owned();
@@ -62,6 +104,13 @@ pub async fn dereference(context: &Context, pool: &str, namespaces: &[String]) -
         }
         None => None,
     };
+    let credentials = match secret {
+        None => Credentials::Unnamed,
+        Some(name) => {
+            let found = secrets.get_opt(name).await.map_err(failed("the Secret of spec.objectStore"))?;
+            Credentials::of(found.as_ref())
+        }
+    };
     let sets: Api<StatefulSet> = Api::namespaced(context.client.clone(), namespace);
     let broker = sets.get_opt(&names::broker(pool)).await.map_err(failed("the broker"))?;
     let judges = sets.get_opt(&names::judge(pool)).await.map_err(failed("the judges"))?;
@@ -79,7 +128,7 @@ pub async fn dereference(context: &Context, pool: &str, namespaces: &[String]) -
             missing_namespaces.push(name.clone());
         }
     }
-    Ok(Facts { authorities, certificate, broker, judges, ip, said, missing_namespaces })
+    Ok(Facts { authorities, certificate, broker, judges, ip, said, missing_namespaces, credentials })
 }
 
 /// Secret with the broker's certificate.
@@ -91,4 +140,26 @@ pub fn tls_secret(pool: &str) -> String {
 fn text(secret: &Secret) -> BTreeMap<String, String> {
     let data = secret.data.iter().flatten();
     data.map(|(k, v)| (k.clone(), String::from_utf8_lossy(&v.0).into_owned())).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn credentials_are_both_keys_of_a_secret() {
+        let of = |data: serde_json::Value| {
+            let secret = json!({"metadata": {"resourceVersion": "7"}, "data": data});
+            Credentials::of(Some(&serde_json::from_value(secret).unwrap()))
+        };
+        assert_eq!(Credentials::of(None), Credentials::Missing);
+        assert_eq!(of(json!(null)), Credentials::Without("access-key-id"));
+        assert_eq!(
+            of(json!({"access-key-id": "YQ==", "secret-access-key": ""})),
+            Credentials::Without("secret-access-key")
+        );
+        assert_eq!(of(json!({"access-key-id": "YQ==", "secret-access-key": "YQ=="})), Credentials::There("7".into()));
+    }
 }

@@ -54,7 +54,8 @@ pub async fn reconcile(pool: Arc<Guarded<GpuPool>>, context: Arc<Context>) -> Re
     let name = pool.name_any();
     let owner = names::owner(pool);
     let now = Timestamp::now();
-    let mut facts = dereference::dereference(&context, &name, &pool.spec.allowed_namespaces).await?;
+    let mut facts =
+        dereference::dereference(&context, &name, &pool.spec.allowed_namespaces, pool.spec.credentials()).await?;
     let valid = validate::validate(pool);
     let (checked, failed) = match valid {
         Err(error) => (Err(error), None),
@@ -64,7 +65,7 @@ pub async fn reconcile(pool: Arc<Guarded<GpuPool>>, context: Arc<Context>) -> Re
         },
     };
     if facts.broker.is_none() && failed.is_none() && checked.is_ok() {
-        facts = dereference::dereference(&context, &name, &[]).await?;
+        facts = dereference::dereference(&context, &name, &[], pool.spec.credentials()).await?;
     }
     let why = failed.as_ref().map(ToString::to_string);
     let status = status::status(pool, &context.settings.namespace, &checked, why.as_deref(), &facts, now);
@@ -74,7 +75,7 @@ pub async fn reconcile(pool: Arc<Guarded<GpuPool>>, context: Arc<Context>) -> Re
     }
     match failed {
         Some(error) => Err(error.into()),
-        None if facts.judges.is_none() && checked.is_ok() => Ok(Action::requeue(SOON)),
+        None if facts.judges.is_none() && checked.is_ok() && facts.credentials.usable() => Ok(Action::requeue(SOON)),
         None => Ok(Action::requeue(LOOK)),
     }
 }
@@ -88,8 +89,7 @@ async fn carry_out(
 ) -> Result<(), apply::Error> {
     let authorities = apply::keys(context, &pool.name, owner, facts, now).await?;
     let bundle = authorities.bundle();
-    let objects =
-        build::build(pool, owner, &context.settings, &bundle, facts.ip.as_deref(), &facts.missing_namespaces)?;
+    let objects = build::build(pool, owner, &context.settings, &bundle, facts)?;
     apply::objects(context, &objects).await?;
     apply::prune(&context.client, &pool.name, &objects).await
 }

@@ -3,7 +3,7 @@
 use jiff::Timestamp;
 use k8s_openapi::api::apps::v1::StatefulSet;
 
-use super::dereference::Facts;
+use super::dereference::{Credentials, Facts};
 use super::validate;
 use crate::api::NameReference;
 use crate::api::pool::{GpuPool, GpuPoolStatus, Sharing, Unhealthy};
@@ -33,7 +33,7 @@ pub fn status(
         Err(error) => Said::no("Invalid", error.to_string()),
     };
     set(conditions, "Validated", &valid, generation, now);
-    let ready = ready(pool, checked, failed, facts);
+    let ready = ready(pool, namespace, checked, failed, facts);
     set(conditions, "Ready", &ready, generation, now);
     let said = facts.said.as_ref().and_then(|s| s.as_ref().ok());
     set(conditions, "MeasurementsTrusted", &trusted(pool, facts), generation, now);
@@ -76,12 +76,45 @@ fn ready_replicas(set: &StatefulSet) -> i32 {
     set.status.as_ref().and_then(|s| s.ready_replicas).unwrap_or(0)
 }
 
-fn ready(pool: &GpuPool, checked: &Result<(), validate::Error>, failed: Option<&str>, facts: &Facts) -> Said {
+/// What is wrong with the bucket's credentials, before anybody has used them.
+fn credentials(secret: &str, namespace: &str, found: &Credentials) -> Option<Said> {
+    let keys = "access-key-id and secret-access-key";
+    match found {
+        Credentials::Unnamed | Credentials::There(_) => None,
+        Credentials::Missing => Some(Said::no(
+            "CredentialsNotFound",
+            format!(
+                "spec.objectStore.credentialsSecret: there is no Secret {secret} in the namespace {namespace}; make it, with the \
+                 keys {keys}: kubectl create secret generic {secret} -n {namespace} --from-file=access-key-id \
+                 --from-file=secret-access-key"
+            ),
+        )),
+        Credentials::Without(key) => Some(Said::no(
+            "CredentialsIncomplete",
+            format!(
+                "spec.objectStore.credentialsSecret: the Secret {secret} in the namespace {namespace} has nothing under the key \
+                 {key}; it needs {keys}"
+            ),
+        )),
+    }
+}
+
+fn ready(
+    pool: &GpuPool,
+    namespace: &str,
+    checked: &Result<(), validate::Error>,
+    failed: Option<&str>,
+    facts: &Facts,
+) -> Said {
     if checked.is_err() {
         return Said::no("Invalid", "the spec can't be carried out; the condition Validated says why");
     }
     if let Some(failed) = failed {
         return Said::no("ApplyFailed", failed);
+    }
+    let secret = pool.spec.credentials().unwrap_or_default();
+    if let Some(said) = credentials(secret, namespace, &facts.credentials) {
+        return said;
     }
     let Some(broker) = &facts.broker else { return Said::no("Starting", "the broker is being made") };
     let name = pool.metadata.name.clone().unwrap_or_default();
@@ -93,6 +126,17 @@ fn ready(pool: &GpuPool, checked: &Result<(), validate::Error>, failed: Option<&
         Some(Err(why)) => return Said::no("BrokerUnreachable", why.clone()),
         None => return Said::no("Starting", "the broker was not asked yet"),
         Some(Ok(_)) => {}
+    }
+    if let Some(Ok(said)) = &facts.said
+        && !said.objects_failing.is_empty()
+    {
+        let from = if secret.is_empty() { String::new() } else { format!(" and the Secret {secret}") };
+        let why = cut(&said.objects_failing, 2048);
+        let message = format!(
+            "the broker can't use its bucket: {why}. What it was told is from spec.objectStore{from}; results and \
+             trajectories wait until it can"
+        );
+        return Said::no("ObjectStoreFailing", message);
     }
     if let (Some(wanted), Some(Ok(said))) = (&pool.spec.arch, &facts.said)
         && let Some(found) = arch(&said.properties_json)
@@ -223,6 +267,38 @@ mod tests {
             told(8)
         );
         assert!(told(9).contains("Ready=True JudgesReady"), "{}", told(9));
+    }
+
+    #[test]
+    fn a_bucket_that_cannot_be_used_is_told_with_what_to_do() {
+        let stored = pool(json!({"device": "cpu", "objectStore": {
+            "url": "s3://fleet/a", "endpoint": "http://10.0.0.9:9000", "credentialsSecret": {"name": "bucket"}}}));
+        let failing = PoolFacts {
+            objects_failing: "--storage s3://fleet/a/p: there is no bucket fleet (NoSuchBucket)".into(),
+            ..PoolFacts::default()
+        };
+        let there = Credentials::There("1".into());
+        let stories = [
+            ("no Secret", Facts { credentials: Credentials::Missing, broker: set(1), ..Facts::default() }),
+            ("half a Secret", Facts { credentials: Credentials::Without("secret-access-key"), ..Facts::default() }),
+            (
+                "no bucket",
+                Facts {
+                    credentials: there,
+                    broker: set(1),
+                    judges: set(1),
+                    said: Some(Ok(failing)),
+                    ..Facts::default()
+                },
+            ),
+        ];
+        let mut text = String::new();
+        for (story, facts) in stories {
+            let told = line(&status(&stored, "kernelfleet", &Ok(()), None, &facts, Timestamp::UNIX_EPOCH));
+            let ready = told.lines().find(|l| l.starts_with("Ready=")).unwrap().to_owned();
+            text.push_str(&format!("# {story}\n{ready}\n"));
+        }
+        insta::assert_snapshot!(text);
     }
 
     #[test]

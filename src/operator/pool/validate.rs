@@ -3,6 +3,7 @@
 use serde_json::Value;
 
 use crate::api::pool::{Device, GpuPool, GpuPoolSpec};
+use crate::operator::endpoint::validate::inside;
 
 /// Resource that a card is asked for by, where the spec says nothing.
 const RESOURCE: &str = "nvidia.com/gpu";
@@ -16,6 +17,8 @@ pub enum Error {
     Weight(String),
     #[error("spec.podTemplate: {0}")]
     Template(String),
+    #[error("spec.objectStore.endpoint: kernels and trajectories would travel in the open; use https")]
+    Open,
 }
 
 /// How a judge gets its card.
@@ -52,6 +55,10 @@ pub fn validate(pool: &GpuPool) -> Result<ValidPool, Error> {
     }
     if let Some(name) = spec.fair_share.weights.keys().find(|n| !is_label(n)) {
         return Err(Error::Weight(name.clone()));
+    }
+    let endpoint = spec.object_store.as_ref().and_then(|o| o.endpoint.as_ref());
+    if endpoint.is_some_and(|e| e.starts_with("http:") && !inside(e)) {
+        return Err(Error::Open);
     }
     for (key, value) in spec.pod_template.iter().flatten() {
         match key.as_str() {
@@ -163,6 +170,11 @@ mod tests {
         );
         assert!(says(json!({"device": "cpu", "fairShare": {"weights": {"../x": 1}}})).contains("`../x`"));
         assert!(says(json!({"device": "cpu", "podTemplate": {"containers": []}})).contains("`containers` is no field"));
+        let open = json!({"device": "cpu", "objectStore": {"url": "s3://b", "endpoint": "http://minio.example.com"}});
+        assert!(says(open).starts_with("spec.objectStore.endpoint: kernels"));
+        let inside =
+            json!({"device": "cpu", "objectStore": {"url": "s3://b", "endpoint": "http://minio.minio.svc:9000"}});
+        assert!(validate(&pool(inside)).is_ok());
         let unnamed = json!({"device": "cpu", "podTemplate": {"spec": {"containers": [{"image": "x"}]}}});
         assert!(says(unnamed).contains("the judge's is `judge`"));
     }
