@@ -108,6 +108,7 @@ fn program(home: &Path) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kernelfleet"));
     // No figure counts here: tests need not wait for each other's measurements, nor for anybody else's.
     command.env("KERNELFLEET_CACHE", warm::cache(home)).env("KERNELFLEET_LOCKS", home);
+    command.env("KERNELFLEET_MEASURE_SECONDS", "1");
     command.current_dir(env!("CARGO_MANIFEST_DIR"));
     command
 }

@@ -439,7 +439,8 @@ impl Judge {
     ///
     /// # Errors
     /// `Request` when the device asked for is not here, `Fault` when a zygote does not start.
-    pub fn start(toolchain: &Toolchain, options: Options, slice: Arc<Slice>) -> Result<Arc<Self>, Error> {
+    pub fn start(toolchain: &Toolchain, mut options: Options, slice: Arc<Slice>) -> Result<Arc<Self>, Error> {
+        options.measure_seconds = options.measure_seconds.or(toolchain.measure.map(|d| d.as_secs_f64()));
         let device = device::Facts::find(toolchain, options.device)?;
         slice.among_processes(&device);
         // On the CPU whatever works is the neighbour of another process's measurement, the start of this judge too.

@@ -3,6 +3,7 @@
 //! Plain data. `local::environment` finds it; the judge must not look for anything itself.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 /// Where nvcc is and what it needs to find its parts.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -72,6 +73,8 @@ pub struct Toolchain {
     /// CPU threads for reference and candidate on the CPU device.
     pub threads: usize,
     pub runner_filter: RunnerFilter,
+    /// Longest that an interval of measurements is waited for to become narrow; the judge's own choice if nothing is said.
+    pub measure: Option<Duration>,
     /// `torch`, `cuda`, `cudnn`, `nvcc`, `cxx`, `python`, ...
     pub versions: std::collections::BTreeMap<String, String>,
 }

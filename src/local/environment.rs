@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::time::UNIX_EPOCH;
+use std::time::{Duration, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -126,6 +126,7 @@ pub fn discover() -> Result<Environment, Error> {
         program,
         threads: std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
         runner_filter: runner_filter(std::env::var_os("KERNELFLEET_RUNNER_SECCOMP"))?,
+        measure: measure(std::env::var_os("KERNELFLEET_MEASURE_SECONDS"))?,
         versions,
     };
     Ok(Environment { toolchain, python: facts })
@@ -314,6 +315,16 @@ fn runner_filter(said: Option<std::ffi::OsString>) -> Result<RunnerFilter, Error
     }
 }
 
+fn measure(said: Option<std::ffi::OsString>) -> Result<Option<Duration>, Error> {
+    let Some(said) = said.filter(|v| !v.is_empty()) else { return Ok(None) };
+    let seconds = said.to_str().and_then(|text| text.parse().ok()).filter(|s| (0.0..=600.0).contains(s));
+    seconds.map(|s| Some(Duration::from_secs_f64(s))).ok_or_else(|| Error::Override {
+        variable: "KERNELFLEET_MEASURE_SECONDS",
+        path: said.into(),
+        problem: "is no number of seconds from 0 to 600",
+    })
+}
+
 fn override_path(variable: &str) -> Option<PathBuf> {
     std::env::var_os(variable).filter(|v| !v.is_empty()).map(PathBuf::from)
 }
@@ -355,6 +366,22 @@ mod tests {
         assert_eq!(builtins(folder.path()), Some(folder.path().join("libnvrtc-builtins.so.13.0")));
         std::fs::remove_file(folder.path().join("libnvrtc-builtins.so.13.0")).unwrap();
         assert_eq!(builtins(folder.path()), None);
+    }
+
+    #[test]
+    fn the_longest_measurement_is_a_number_of_seconds() {
+        let seconds = |word: &str| measure(Some(word.into())).map(|d| d.map(|d| d.as_secs_f64()));
+        assert_eq!(measure(None).unwrap(), None);
+        assert_eq!(seconds("").unwrap(), None);
+        assert_eq!(seconds("0").unwrap(), Some(0.0));
+        assert_eq!(seconds("2.5").unwrap(), Some(2.5));
+        for wrong in ["-1", "601", "NaN", "ten"] {
+            let why = seconds(wrong).unwrap_err().to_string();
+            assert!(
+                why.contains(&format!("KERNELFLEET_MEASURE_SECONDS says {wrong}, which is no number of seconds")),
+                "{why}"
+            );
+        }
     }
 
     #[test]

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 from conftest import HOME, SYSTEM, Cluster, judges, prepare
-from work import CLAMPED, Jobs, condition, job
+from faults import replayed, tasks
+from work import Jobs, condition
 
 # The machine's end of the bridge that the nodes hang on: where the API server is too.
 HOST = "10.77.0.1"
@@ -106,8 +107,8 @@ def test_a_pool_says_what_its_bucket_lacks_until_a_job_works_with_it(installed: 
         cluster.kubectl("patch", "gpupool", POOL, "--type=merge", "-p", '{"spec": {"replicas": 1}}')
         until("JudgesReady", 420)
 
-        tasks = {"inline": [{"name": "clamped", "source": CLAMPED}]}
-        cluster.apply(job(namespace, "stored", POOL, tasks=tasks))
+        # A kernel that is correct has a result, and what a model says is a trajectory.
+        cluster.apply(*replayed(namespace, "stored", POOL, tasks(1)))
         uid = jobs.until("stored", "Succeeded", "True", seconds=900)["metadata"]["uid"]
         assert server.objects("results") == {f"results/{uid}/0/1.json"}
         trajectory = f"trajectories/{uid}/0/1/00000000.jsonl"

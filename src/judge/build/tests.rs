@@ -22,6 +22,7 @@ fn toolchain(cache: &Path) -> Toolchain {
         program: PathBuf::new(),
         threads: 1,
         runner_filter: crate::judge::toolchain::RunnerFilter::Off,
+        measure: None,
         versions: BTreeMap::new(),
     }
 }
