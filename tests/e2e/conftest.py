@@ -274,9 +274,6 @@ def pool(installed: Cluster) -> str:
 @pytest.fixture(scope="session")
 def jobs(installed: Cluster) -> Iterator[Any]:
     """The jobs of a namespace that enforces `restricted`; they stay until all tests are through."""
-    from work import Jobs
+    from work import passing
 
-    namespace = installed.namespace("e2e-jobs")
-    yield Jobs(installed, namespace)
-    installed.run("delete", "optimizationjobs", "--all", "-n", namespace, "--timeout=60s")
-    installed.run("delete", "namespace", namespace, "--wait=false")
+    yield from passing(installed, "e2e-jobs")

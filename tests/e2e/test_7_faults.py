@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from conftest import Cluster
 from faults import Killer, differences, flaws, generations, kept, metrics, replayed, status, tasks
-from work import Jobs
+from work import Jobs, passing
 
 EPISODES = int(os.environ.get("KERNELFLEET_FAULTS_EPISODES", "5"))
 KILLS = int(os.environ.get("KERNELFLEET_FAULTS_KILLS", "8"))
@@ -29,10 +29,7 @@ SECONDS = 300 + 60 * EPISODES + 30 * KILLS
 def space(installed: Cluster) -> Iterator[Jobs]:
     if not installed.own:
         pytest.skip("processes and ledger of a cluster given by KUBECONFIG aren't on this machine")
-    namespace = installed.namespace("e2e-faults")
-    yield Jobs(installed, namespace)
-    installed.run("delete", "optimizationjobs", "--all", "-n", namespace, "--timeout=60s")
-    installed.run("delete", "namespace", namespace, "--wait=false")
+    yield from passing(installed, "e2e-faults")
 
 
 def ended(space: Jobs, name: str) -> dict[str, Any] | None:

@@ -15,17 +15,14 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from conftest import SYSTEM, Cluster
 from faults import HOLD, Killer, flaws, generations, holding, kept, replayed, tasks
-from work import Jobs, condition
+from work import Jobs, condition, passing
 
 
 @pytest.fixture(scope="module")
 def space(installed: Cluster) -> Iterator[Jobs]:
     if not installed.own:
         pytest.skip("the ledger of a cluster given by KUBECONFIG isn't on this machine")
-    namespace = installed.namespace("e2e-ends")
-    yield Jobs(installed, namespace)
-    installed.run("delete", "optimizationjobs", "--all", "-n", namespace, "--timeout=60s")
-    installed.run("delete", "namespace", namespace, "--wait=false")
+    yield from passing(installed, "e2e-ends")
 
 
 def test_an_episode_ends_by_its_deadline_and_is_no_fault(space: Jobs, pool: str) -> None:

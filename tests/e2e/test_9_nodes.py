@@ -8,17 +8,14 @@ from dataclasses import replace
 import pytest
 from conftest import Cluster
 from faults import HOLD, flaws, generations, kept, ledger, replayed, tasks
-from work import Jobs, condition
+from work import Jobs, condition, passing
 
 
 @pytest.fixture(scope="module")
 def space(installed: Cluster) -> Iterator[Jobs]:
     if not installed.own:
         pytest.skip("nodes of a cluster given by KUBECONFIG aren't drained, and its ledger isn't on this machine")
-    namespace = installed.namespace("e2e-nodes")
-    yield Jobs(installed, namespace)
-    installed.run("delete", "optimizationjobs", "--all", "-n", namespace, "--timeout=60s")
-    installed.run("delete", "namespace", namespace, "--wait=false")
+    yield from passing(installed, "e2e-nodes")
 
 
 def waiting(uid: str, generation: int) -> int:

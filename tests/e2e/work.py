@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -105,3 +106,11 @@ class Jobs:
             if e["involvedObject"]["name"] == name and e["involvedObject"]["kind"] == "OptimizationJob"
         ]
         return [e["reason"] for e in sorted(ours, key=lambda e: e["metadata"]["creationTimestamp"])]
+
+
+def passing(cluster: Cluster, namespace: str) -> Iterator[Jobs]:
+    """The jobs of a namespace that is made for a fixture and goes with it."""
+    cluster.namespace(namespace)
+    yield Jobs(cluster, namespace)
+    cluster.run("delete", "optimizationjobs", "--all", "-n", namespace, "--timeout=60s")
+    cluster.run("delete", "namespace", namespace, "--wait=false")

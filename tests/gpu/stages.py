@@ -58,11 +58,15 @@ def command(arguments: list[str], seconds: float = SECONDS) -> tuple[int, str, s
     return status, out, err, time.monotonic() - start
 
 
+def whereby(verdict: dict[str, Any]) -> dict[str, Any]:
+    """Device and versions as a verdict names them."""
+    return {key: verdict[key] for key in ("device", "versions")}
+
+
 def judged(folder: Path) -> dict[str, Any]:
     """Device and versions as the first kept verdict names them."""
     for path in sorted(folder.glob("**/verdict.json")):
-        verdict = json.loads(path.read_text())
-        return {"device": verdict["device"], "versions": verdict["versions"]}
+        return whereby(json.loads(path.read_text()))
     return {"device": {}, "versions": {}}
 
 
@@ -168,7 +172,8 @@ def check(tasks: Path) -> dict[str, Any]:
     def left() -> list[Path]:
         return [path for path in task_files(tasks, [3, 2, 1]) if not row(path).exists()]
 
-    parts = [left()[n : n + CHECKED_A_CALL] for n in range(0, len(left()), CHECKED_A_CALL)]
+    files = left()
+    parts = [files[n : n + CHECKED_A_CALL] for n in range(0, len(files), CHECKED_A_CALL)]
     with ThreadPoolExecutor(CHECKS_AT_ONCE) as pool:
         failed = [text for text in pool.map(part, parts) if text]
     failed += [text for text in (part([path], True) for path in left()) if text]
@@ -277,7 +282,7 @@ def repeat(tasks: Path) -> dict[str, Any]:
             status, out, err, _ = command([*arguments, "-o", "json"], 180)
             verdicts = [line["verdict"] for line in json.loads(out)] if out.strip().startswith("[") else []
             for verdict in verdicts:
-                said.update({key: verdict[key] for key in ("device", "versions")})
+                said.update(whereby(verdict))
                 if verdict["correct"]:
                     speedups.append(verdict["speedup"]["eager"]["median"])
                     times.append(verdict["time_us"]["candidate"]["median"])
@@ -297,22 +302,6 @@ def repeat(tasks: Path) -> dict[str, Any]:
     return {"rows": rows} | said
 
 
-BATCH_TASK = """import torch
-from torch import nn
-
-
-class Model(nn.Module):
-    def forward(self, x):
-        return torch.tanh(torch.nn.functional.gelu(x * 0.5 + 1.0)) * x
-
-
-def get_inputs():
-    return [torch.randn(512, 1024)]
-
-
-def get_init_inputs():
-    return []
-"""
 BATCH_MODEL = """import torch
 from torch import nn
 
@@ -355,7 +344,8 @@ def batch(tasks: Path) -> dict[str, Any]:
     with builds and baselines cached, every candidate judged in full all the same."""
     folder = WORK / "batch"
     (folder / "candidates").mkdir(parents=True, exist_ok=True)
-    (folder / "task.py").write_text(BATCH_TASK)
+    task = (ROOT / "tests/gpu/candidates/gelu_chain/task.py").read_text()
+    (folder / "task.py").write_text(task.replace("torch.randn(4096, 8192)", "torch.randn(512, 1024)"))
     for number, (block, each, form) in enumerate(product((64, 128, 256, 512, 1024), (1, 2, 4, 8), BATCH_FORMS)):
         candidate = folder / "candidates" / f"c{number:02}"
         (candidate / "kernels").mkdir(parents=True, exist_ok=True)
@@ -370,7 +360,7 @@ def batch(tasks: Path) -> dict[str, Any]:
         status, out, err, seconds = command([*arguments, "--no-cache", "-o", "json"], left)
         verdicts = [line["verdict"] for line in json.loads(out)] if out.strip().startswith("[") else []
         phases: dict[str, list[float]] = {}
-        about = {key: verdicts[0][key] for key in ("device", "versions")} if verdicts else {}
+        about = whereby(verdicts[0]) if verdicts else {}
         for verdict in verdicts:
             for phase, spent in verdict["phases_seconds"].items():
                 phases.setdefault(phase, []).append(spent)
@@ -416,7 +406,7 @@ def library(tasks: Path) -> dict[str, Any]:
                 # The interval of candidate over eager, of which the speedup is the inverse.
                 "over_eager": {k: 1 / eager[v] for k, v in OVER.items()} if eager else None,
                 **{key: verdict.get(key) for key in ("reward", "reason", "time_us", "phases_seconds")},
-                "about": {key: verdict[key] for key in ("device", "versions")} if verdict else {},
+                "about": whereby(verdict) if verdict else {},
                 "stderr": err[-3000:],
             }
             kept.write_text(json.dumps(row, indent=1) + "\n")
