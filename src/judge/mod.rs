@@ -3,6 +3,7 @@
 //! This file is the interface that policies and `local` use; the steps are in the submodules.
 
 pub mod admit;
+mod batch;
 pub mod build;
 pub mod cache;
 mod confinement;

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 
 use super::build::extension::Framework;
 use super::build::{Builder, Built};
-use super::cache::{BASELINE, Cache, digest};
+use super::cache::{BASELINE, Baseline, Cache, digest};
 use super::confinement;
 use super::leash::Leash;
 use super::process::{self, Forked, Zygote, python_command};
@@ -110,6 +110,27 @@ impl Held<'_> {
             };
         }
         self.turn == Turn::Alone
+    }
+
+    /// Lets those that wait to measure go first, between steps that leave nothing at work on the device. Of no effect
+    /// for who measures.
+    pub(super) fn breathe(&mut self) {
+        let elsewhere = || self.slice.turns.get().is_some_and(Turns::wanted);
+        let mut users = self.slice.users();
+        if self.exclusive || (users.waiting.is_none() && !elsewhere()) {
+            return;
+        }
+        users.sharing = users.sharing.saturating_sub(1);
+        drop(users);
+        self.slice.turns.get().inspect(|turns| turns.leave());
+        self.slice.changed.notify_all();
+        let mut users = self.slice.users();
+        while users.exclusive || users.waiting.is_some() {
+            users = self.slice.changed.wait(users).unwrap_or_else(PoisonError::into_inner);
+        }
+        users.sharing += 1;
+        drop(users);
+        self.slice.turns.get().inspect(|turns| turns.share());
     }
 }
 
@@ -336,6 +357,15 @@ impl Memory {
         *used += bytes;
         Ok(Reservation { memory: Arc::clone(self), bytes })
     }
+
+    /// `bytes`, if they fit now beside what is promised.
+    fn reserve_now(self: &Arc<Self>, bytes: u64, most: u64) -> Option<Reservation> {
+        let mut used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
+        (*used + bytes <= most).then(|| {
+            *used += bytes;
+            Reservation { memory: Arc::clone(self), bytes }
+        })
+    }
 }
 
 impl Drop for Reservation {
@@ -391,15 +421,24 @@ pub struct Session {
     pub(super) current_set: usize,
     pub(super) parameter_fds: BTreeMap<String, (OwnedFd, u64)>,
     pub(super) input_fds: Vec<Vec<Option<(OwnedFd, u64)>>>,
+    /// Input sets in the host at a time; none before `prepare`.
     pub(super) slots: usize,
     pub(super) helper: Option<Forked>,
     /// The next candidate's runner, started ahead.
     pub(super) spare: Option<evaluate::ahead::Spare>,
     #[expect(dead_code, reason = "held for its end")]
     reserved: Option<Reservation>,
-    pub(super) baseline: Option<super::cache::Baseline>,
+    pub(super) baseline: Option<Baseline>,
     /// Eager of one run, microseconds, as last seen: bounds what a candidate may take.
     pub(super) eager_us: f64,
+}
+
+/// A task in its host.
+struct Opened {
+    host: Forked,
+    /// Reply of `open`.
+    described: Value,
+    reserved: Option<Reservation>,
 }
 
 pub(super) const MINUTES: Duration = Duration::from_secs(600);
@@ -599,6 +638,30 @@ impl Judge {
     /// # Errors
     /// `Request` when the task is refused, with its file and line.
     pub fn open(self: &Arc<Self>, task: &TaskSource) -> Result<Session, Error> {
+        let Opened { host, described, reserved } = self.open_host(task, Memory::reserve)?;
+        let inputs = described["inputs"].as_array().cloned().unwrap_or_default();
+        let state: Vec<WireTensor> = serde_json::from_value(described["state"].clone())
+            .map_err(|e| Error::Fault(format!("the reference host described its state badly: {e}")))?;
+        let digest = digest([
+            task.source.as_bytes(),
+            self.device.class.as_bytes(),
+            format!("{:?}", self.options.precision).as_bytes(),
+            serde_json::to_vec(&self.toolchain.versions).unwrap_or_default().as_slice(),
+            PROCEDURE.as_bytes(),
+            self.toolchain.threads.to_string().as_bytes(),
+        ]);
+        let baseline = self.cache.get(BASELINE, &digest);
+        let (judge, task, sets) = (Arc::clone(self), task.clone(), OnceLock::new());
+        let fixed = Arc::new(Fixed { judge, task, described, inputs, state, sets, digest });
+        Ok(Session::new(fixed, host, reserved, baseline))
+    }
+
+    /// Opens a task in a host, when `reserve` has promised the card's memory.
+    fn open_host(
+        &self,
+        task: &TaskSource,
+        reserve: impl FnOnce(&Arc<Memory>, u64, u64) -> Result<Reservation, Error>,
+    ) -> Result<Opened, Error> {
         let mut host = self.fork_host("host").map_err(|e| Error::Fault(e.to_string()))?;
         // `torch.compile` reads the file that code names: the host gets a copy where it may read.
         let mut given = task.clone();
@@ -633,42 +696,11 @@ impl Judge {
                     ),
                 ));
             }
-            reserved = Some(self.memory.reserve(need.min(most), most)?);
+            reserved = Some(reserve(&self.memory, need.min(most), most)?);
         }
         let _shared = self.slice.share();
         let described = host.ask(&self.open_request(&given, slots), &[], MINUTES).map_err(fail)?.body;
-        let inputs = described["inputs"].as_array().cloned().unwrap_or_default();
-        let state: Vec<WireTensor> = serde_json::from_value(described["state"].clone())
-            .map_err(|e| Error::Fault(format!("the reference host described its state badly: {e}")))?;
-        let task_digest = digest([
-            task.source.as_bytes(),
-            self.device.class.as_bytes(),
-            format!("{:?}", self.options.precision).as_bytes(),
-            serde_json::to_vec(&self.toolchain.versions).unwrap_or_default().as_slice(),
-            PROCEDURE.as_bytes(),
-            self.toolchain.threads.to_string().as_bytes(),
-        ]);
-        Ok(Session {
-            host,
-            current_set: usize::MAX,
-            parameter_fds: BTreeMap::new(),
-            input_fds: Vec::new(),
-            slots: 1,
-            helper: None,
-            spare: None,
-            reserved,
-            baseline: self.cache.get(BASELINE, &task_digest),
-            fixed: Arc::new(Fixed {
-                judge: Arc::clone(self),
-                task: task.clone(),
-                described,
-                inputs,
-                state,
-                sets: OnceLock::new(),
-                digest: task_digest,
-            }),
-            eager_us: 0.0,
-        })
+        Ok(Opened { host, described, reserved })
     }
 
     fn open_request(&self, task: &TaskSource, slots: usize) -> Value {
@@ -697,6 +729,42 @@ pub(super) fn secret_seed() -> Result<u64, Error> {
 }
 
 impl Session {
+    fn new(fixed: Arc<Fixed>, host: Forked, reserved: Option<Reservation>, baseline: Option<Baseline>) -> Self {
+        Self {
+            fixed,
+            host,
+            current_set: usize::MAX,
+            parameter_fds: BTreeMap::new(),
+            input_fds: Vec::new(),
+            slots: 0,
+            helper: None,
+            spare: None,
+            reserved,
+            baseline,
+            eager_us: 0.0,
+        }
+    }
+
+    /// The same task once more, in a host of its own: on the same parameter sets, so that what was recorded and built
+    /// for one runs in the other. Nothing where the card's memory doesn't allow it.
+    ///
+    /// # Errors
+    /// As `Judge::open`.
+    pub(super) fn beside(fixed: &Arc<Fixed>, baseline: Option<Baseline>) -> Result<Option<Self>, Error> {
+        let mut room = true;
+        let opened = fixed.judge.open_host(&fixed.task, |memory, bytes, most| {
+            memory.reserve_now(bytes, most).ok_or_else(|| {
+                room = false;
+                Error::Fault("no memory".into())
+            })
+        });
+        if !room {
+            return Ok(None);
+        }
+        let Opened { host, reserved, .. } = opened?;
+        Ok(Some(Self::new(Arc::clone(fixed), host, reserved, baseline)))
+    }
+
     /// What `kernelfleet_ext.properties()` says of the device.
     #[must_use]
     pub fn properties(&self) -> &serde_json::Value {
@@ -791,61 +859,25 @@ impl Session {
         evaluate::evaluate(self, candidate, effort)
     }
 
-    /// Judges candidates of one task, in order, telling each verdict as it comes. On a card the next candidate is
-    /// recorded and built while the one before it runs; inputs' buffers and baselines are shared.
-    ///
-    /// # Errors
-    /// As `judge`; verdicts told before stay told.
-    pub fn judge_batch(
-        &mut self,
-        candidates: &[Candidate],
-        effort: Effort,
-        mut told: impl FnMut(usize, Verdict),
-    ) -> Result<(), Error> {
-        if self.fixed.judge.options.device == Device::Cpu || candidates.len() < 2 {
-            for (index, candidate) in candidates.iter().enumerate() {
-                told(index, self.judge(candidate, effort)?);
-            }
-            return Ok(());
-        }
-        evaluate::ahead::prepare(self);
-        self.prepare()?;
-        let fixed = Arc::clone(&self.fixed);
-        let (sender, receiver) = std::sync::mpsc::sync_channel(4);
-        std::thread::scope(|scope| {
-            let leash = Leash::current();
-            scope.spawn(move || {
-                let _entered = leash.as_ref().map(Leash::enter);
-                for candidate in candidates {
-                    if sender.send(evaluate::ready(&fixed, candidate)).is_err() {
-                        break;
-                    }
-                }
-            });
-            for (index, ready) in receiver.into_iter().enumerate() {
-                told(index, evaluate::finish(self, ready, effort, index + 1 < candidates.len())?);
-            }
-            Ok(())
-        })
-    }
-
     /// Draws the parameter sets, shares parameter and input buffers: once a session.
     pub(super) fn prepare(&mut self) -> Result<(), Error> {
-        if self.fixed.sets.get().is_some() {
+        if self.slots > 0 {
             return Ok(());
         }
         let fixed = Arc::clone(&self.fixed);
         let (task, judge) = (&fixed.task, &fixed.judge);
         let _shared = judge.slice.share();
         let fail = |e| task_error(task, e);
-        let mut sets = Vec::new();
-        for _ in 0..2 {
-            let seed = secret_seed()?;
-            let mut frame = self.host.ask(&json!({"op": "state", "seed": seed}), &[], MINUTES).map_err(fail)?;
-            let fd = if frame.fds.is_empty() { None } else { Some(frame.fds.remove(0)) };
-            sets.push(ParameterSet { seed, tensors: frame.body["tensors"].clone(), fd });
+        if fixed.sets.get().is_none() {
+            let mut sets = Vec::new();
+            for _ in 0..2 {
+                let seed = secret_seed()?;
+                let mut frame = self.host.ask(&json!({"op": "state", "seed": seed}), &[], MINUTES).map_err(fail)?;
+                let fd = if frame.fds.is_empty() { None } else { Some(frame.fds.remove(0)) };
+                sets.push(ParameterSet { seed, tensors: frame.body["tensors"].clone(), fd });
+            }
+            let _ = fixed.sets.set(sets);
         }
-        let _ = self.fixed.sets.set(sets);
         self.select(0)?;
         let frame = self.host.ask(&json!({"op": "inputs"}), &[], MINUTES).map_err(fail)?;
         let mut fds: Vec<Option<OwnedFd>> = frame.fds.into_iter().map(Some).collect();

@@ -154,6 +154,15 @@ impl Turns {
         state.sharing += 1;
     }
 
+    /// Whether somebody of another process waits to measure.
+    pub(super) fn wanted(&self) -> bool {
+        let free = lock(&self.gate, libc::LOCK_SH);
+        if free {
+            unlock(&self.gate);
+        }
+        !free
+    }
+
     /// Ends one `share`.
     pub(super) fn leave(&self) {
         let mut state = self.state();

@@ -269,7 +269,7 @@ fn keep_folders(arguments: &JudgeArguments, candidates: &[(String, Candidate)]) 
     Ok(folders)
 }
 
-/// The call into the judge: one task, candidates in order, each in full.
+/// The call into the judge: one task, each candidate in full, in the order given.
 fn judge_candidates(
     environment: &Environment,
     options: Options,
@@ -287,11 +287,12 @@ fn judge_candidates(
     session
         .judge_batch(&only, Effort::Final, |index, verdict| {
             if let Some((name, _)) = candidates.get(index) {
-                verdicts.push((name.clone(), verdict));
+                verdicts.push((index, (name.clone(), verdict)));
             }
         })
         .map_err(failed)?;
-    Ok(verdicts)
+    verdicts.sort_by_key(|(index, _)| *index);
+    Ok(verdicts.into_iter().map(|(_, judged)| judged).collect())
 }
 
 /// What needs no Python to be seen is said at once.

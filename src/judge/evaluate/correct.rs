@@ -11,7 +11,7 @@ use super::run::{RUNNER, Run};
 use super::subject::Subject;
 use super::{Budget, Stop, reason};
 use crate::judge::runner::client::Error as RunnerError;
-use crate::judge::session::{Error, MINUTES, Session, secret_seed, task_error};
+use crate::judge::session::{Error, Held, MINUTES, Session, secret_seed, task_error};
 use crate::judge::timing;
 
 /// One input set of the correctness phase.
@@ -116,6 +116,7 @@ pub(super) fn correctness(
     session: &mut Session,
     subject: &mut dyn Subject,
     budget: &Budget,
+    held: &mut Held<'_>,
     evidence: &mut Evidence,
 ) -> Result<(), Stop> {
     subject.calibrate(session)?;
@@ -124,6 +125,7 @@ pub(super) fn correctness(
         let plain = std::iter::repeat_n(PLAIN, budget.inputs);
         let scaled: &[Transform] = if budget.scaled { &SCALED } else { &SCALED[2..3] };
         for (i, transform) in plain.chain(scaled.iter().copied()).enumerate() {
+            held.breathe();
             let usable = draw(session, 0, transform)?;
             if !usable && transform.kind != "none" {
                 continue;

@@ -339,7 +339,7 @@ fn steps(session: &mut Session, made: &Made, effort: Effort, more: bool, evidenc
     let cpu = judge.options.device == Device::Cpu;
     let mut held = if cpu { judge.slice.hold() } else { judge.slice.share() };
     let mut subject = evidence.time("load", |e| made.start(session, more, e))?;
-    evidence.time("correct", |e| correct::correctness(session, subject.as_mut(), &budget, e))?;
+    evidence.time("correct", |e| correct::correctness(session, subject.as_mut(), &budget, &mut held, e))?;
     if effort == Effort::Verify {
         return subject.unchanged(session);
     }
