@@ -429,6 +429,8 @@ pub struct Session {
     #[expect(dead_code, reason = "held for its end")]
     reserved: Option<Reservation>,
     pub(super) baseline: Option<Baseline>,
+    /// Whether its host has compiled the reference.
+    pub(super) compiled: bool,
     /// Eager of one run, microseconds, as last seen: bounds what a candidate may take.
     pub(super) eager_us: f64,
 }
@@ -741,6 +743,7 @@ impl Session {
             spare: None,
             reserved,
             baseline,
+            compiled: false,
             eager_us: 0.0,
         }
     }
@@ -1001,6 +1004,27 @@ mod tests {
         drop(held);
         child.kill().unwrap();
         child.wait().unwrap();
+    }
+
+    #[test]
+    fn who_checks_lets_who_waits_to_measure_go_first() {
+        let slice = Slice::new();
+        let mut checking = slice.share();
+        checking.breathe();
+        let order = Mutex::new(Vec::new());
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let _held = slice.hold();
+                order.lock().unwrap().push("measured");
+            });
+            while slice.users().waiting.is_none() {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            checking.breathe();
+            order.lock().unwrap().push("went on");
+        });
+        assert_eq!(*order.lock().unwrap(), ["measured", "went on"]);
+        assert_eq!(slice.users().sharing, 1);
     }
 
     #[test]

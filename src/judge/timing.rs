@@ -35,24 +35,25 @@ impl Random {
 /// Median; `None` of nothing.
 #[must_use]
 pub fn median(samples: &[f64]) -> Option<f64> {
-    let mut sorted: Vec<f64> = samples.iter().copied().filter(|x| x.is_finite()).collect();
-    if sorted.is_empty() {
-        return None;
-    }
-    sorted.sort_by(f64::total_cmp);
-    Some(median_of_sorted(&sorted))
-}
-
-fn median_of_sorted(sorted: &[f64]) -> f64 {
-    let n = sorted.len();
-    if n % 2 == 1 { sorted[n / 2] } else { f64::midpoint(sorted[n / 2 - 1], sorted[n / 2]) }
+    let mut finite: Vec<f64> = samples.iter().copied().filter(|x| x.is_finite()).collect();
+    (!finite.is_empty()).then(|| median_of(&mut finite))
 }
 
 fn resample(samples: &[f64], picks: &[usize], scratch: &mut Vec<f64>) -> f64 {
     scratch.clear();
     scratch.extend(picks.iter().map(|&i| samples[i]));
-    scratch.sort_by(f64::total_cmp);
-    median_of_sorted(scratch)
+    median_of(scratch)
+}
+
+/// Median of what is not empty; its order is lost.
+fn median_of(values: &mut [f64]) -> f64 {
+    let n = values.len();
+    let (below, &mut middle, _) = values.select_nth_unstable_by(n / 2, f64::total_cmp);
+    if n % 2 == 1 {
+        return middle;
+    }
+    let under = below.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    f64::midpoint(under, middle)
 }
 
 fn percentiles(mut values: Vec<f64>, centre: f64) -> Interval {

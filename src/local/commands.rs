@@ -287,6 +287,7 @@ fn judge_candidates(
     session
         .judge_batch(&only, Effort::Final, |index, verdict| {
             if let Some((name, _)) = candidates.get(index) {
+                tracing::info!(candidate = name, reward = verdict.reward, "judged");
                 verdicts.push((index, (name.clone(), verdict)));
             }
         })

@@ -11,12 +11,14 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import statistics
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -30,9 +32,9 @@ SECONDS = int(os.environ.get("KERNELFLEET_STAGE_SECONDS", "520"))
 # No further case of the library stage is begun after so many seconds.
 LIBRARY_SECONDS = 160
 # `task check`: tasks a call, calls beside each other, longest search for what refuses one task.
-CHECKED_A_CALL, CHECKS_AT_ONCE, CHECK_SECONDS = 4, 4, 40
-# Judgements of the candidate that answers early.
-EARLY = 50
+CHECKED_A_CALL, CHECKS_AT_ONCE, CHECK_SECONDS = 4, 6, 20
+# Judgements of the candidate that answers early; judgements of the process path beside each other.
+EARLY, PROCESSES_AT_ONCE = 50, 5
 # Candidate over eager is near 1 within 5 %.
 NEAR = math.log(1.05)
 OVER = {"median": "median", "low": "high", "high": "low"}
@@ -353,12 +355,16 @@ def batch(tasks: Path) -> dict[str, Any]:
         (candidate / "kernels/chain.cu").write_text(BATCH_KERNEL.format(block=block, each=each, form=form))
     arguments = ["judge", "--task", str(folder / "task.py"), "--batch", str(folder / "candidates"), "--device", "cuda"]
     rows, about, start = [], {}, time.monotonic()
+    # A line with its time for each verdict.
+    os.environ["KERNELFLEET_LOG"] = "kernelfleet::local=info"
     for which in ("first", "again"):
         left = SECONDS - (time.monotonic() - start)
         if left < 60:
             continue
         status, out, err, seconds = command([*arguments, "--no-cache", "-o", "json"], left)
         verdicts = [line["verdict"] for line in json.loads(out)] if out.strip().startswith("[") else []
+        said = [re.match(r"(\S+)\s.*judged", re.sub(r"\x1b\[[0-9;]*m", "", line)) for line in err.splitlines()]
+        times = sorted(datetime.fromisoformat(found[1]).timestamp() for found in said if found)
         phases: dict[str, list[float]] = {}
         about = whereby(verdicts[0]) if verdicts else {}
         for verdict in verdicts:
@@ -370,6 +376,9 @@ def batch(tasks: Path) -> dict[str, Any]:
                 "status": status,
                 "seconds": seconds,
                 "verdicts": len(verdicts),
+                # Without the start of the judge and of the task's host, and the first candidate's baseline.
+                "verdicts_a_second": (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else None,
+                "verdict_after_seconds": [round(at - times[0], 2) for at in times],
                 "correct": sum(bool(v["correct"]) for v in verdicts),
                 "rewards": [v["reward"] for v in verdicts],
                 "phases_median_seconds": {phase: statistics.median(spent) for phase, spent in sorted(phases.items())},
@@ -378,7 +387,8 @@ def batch(tasks: Path) -> dict[str, Any]:
                 "stderr": err[-2000:],
             }
         )
-        print(which, status, f"{seconds:.1f} s", len(verdicts), rows[-1]["correct"], err[-300:], flush=True)
+        print(which, status, f"{seconds:.1f} s", len(verdicts), rows[-1]["verdicts_a_second"], err[-300:], flush=True)
+    del os.environ["KERNELFLEET_LOG"]
     return {"rows": rows} | about
 
 
@@ -418,36 +428,70 @@ def library(tasks: Path) -> dict[str, Any]:
     return {"rows": rows, "left": len(CASES) - len(rows), "not_near_1": far} | about
 
 
+def row_of(case: str, number: int, status: int, seconds: float, verdict: dict[str, Any], err: str) -> dict[str, Any]:
+    """What is kept of a verdict of the process path; `seconds` of the whole command, 0 in a batch."""
+    keys = ("reward", "correct", "reason", "grade", "speedup", "time_us", "phases_seconds", "isolation")
+    keys += ("measurement", "device", "versions", "notes", "audit")
+    row = {"case": case, "number": number, "status": status, "seconds": round(seconds, 1)}
+    return row | {key: verdict.get(key) for key in keys} | {"stderr": err[-2000:]}
+
+
 def process(tasks: Path) -> dict[str, Any]:
     """Candidates that can't be plans, as they are: honest ones, an operator behind a decoy, and one that answers early, again
-    and again. Build seconds are those of the first judgement of each."""
+    and again. Several are built and judged beside each other, measured one at a time. Build seconds are those of the
+    first judgement of each."""
     folder = ROOT / "tests/gpu/process"
-    start, rows = time.monotonic(), []
-    for case in sorted(p for p in folder.iterdir() if (p / "task.py").exists()):
-        for number in range(EARLY if case.name == "early_done" else 1):
-            kept = WORK / "process" / f"{case.name}-{number}.json"
-            if not kept.exists():
-                if time.monotonic() - start > SECONDS - 60:
-                    continue
-                arguments = ["judge", "--task", str(case / "task.py"), "--candidate", str(case / "candidate")]
-                arguments += ["--device", "cuda", "--path", "process", "--no-cache", "-o", "json"]
-                status, out, err, seconds = command(arguments, 200)
-                verdict = json.loads(out) if out.strip().startswith("{") else {}
-                keys = ("reward", "correct", "reason", "grade", "speedup", "time_us", "phases_seconds", "isolation")
-                keys += ("device", "versions", "notes")
-                row = {"case": case.name, "number": number, "status": status, "seconds": round(seconds, 1)}
-                row |= {key: verdict.get(key) for key in keys} | {"stderr": err[-2000:]}
+    start = time.monotonic()
+
+    def one(case: Path) -> dict[str, Any] | None:
+        kept = WORK / "process" / f"{case.name}.json"
+        if not kept.exists():
+            left = SECONDS - (time.monotonic() - start)
+            if left < 90:
+                return None
+            arguments = ["judge", "--task", str(case / "task.py"), "--candidate", str(case / "candidate")]
+            arguments += ["--device", "cuda", "--path", "process", "--no-cache", "-o", "json"]
+            status, out, err, seconds = command(arguments, left)
+            verdict = json.loads(out) if out.strip().startswith("{") else {}
+            row = row_of(case.name, 0, status, seconds, verdict, err)
+            # What was cut is no result: the next run tries it again.
+            if status != 124:
                 kept.parent.mkdir(parents=True, exist_ok=True)
                 kept.write_text(json.dumps(row, indent=1) + "\n")
-                print(case.name, number, row["status"], row["reward"], row["reason"], flush=True)
-            rows.append(json.loads(kept.read_text()))
+            print(case.name, status, f"{seconds:.1f} s", row["reward"], row["reason"], err[-600:], flush=True)
+            return row
+        return json.loads(kept.read_text())  # type: ignore[no-any-return]
+
+    cases = sorted(p for p in folder.iterdir() if (p / "task.py").exists())
+    with ThreadPoolExecutor(PROCESSES_AT_ONCE) as pool:
+        found = list(pool.map(one, cases))
+    # The one that answers early again and again, as a batch.
+    early_case = folder / "early_done"
+    kept = WORK / "process/again.json"
+    left = SECONDS - (time.monotonic() - start)
+    if not kept.exists() and left > 90:
+        copies = WORK / "early"
+        for number in range(1, EARLY):
+            shutil.copytree(early_case / "candidate", copies / f"{number:02}", dirs_exist_ok=True)
+        arguments = ["judge", "--task", str(early_case / "task.py"), "--batch", str(copies)]
+        arguments += ["--device", "cuda", "--path", "process", "--no-cache", "-o", "json"]
+        status, out, err, seconds = command(arguments, left)
+        judged = json.loads(out) if out.strip().startswith("[") else []
+        print("early_done, again", status, f"{seconds:.1f} s", len(judged), err[-600:], flush=True)
+        if judged:
+            rows = [row_of("early_done", int(j["candidate"]), status, 0.0, j["verdict"], "") for j in judged]
+            kept.write_text(json.dumps(rows, indent=1) + "\n")
+    found += json.loads(kept.read_text()) if kept.exists() else []
+    rows = [row for row in found if row and row["status"] != 124]
     early = [row for row in rows if row["case"] == "early_done"]
     refused = [row for row in early if row["correct"] is False]
     # What isn't refused has paid for the wait, since the clock runs until outputs are copied: the work takes about 1 ms.
     paid = [r for r in early if r["correct"] and r["time_us"]["candidate"]["median"] > 500]
     said = [{key: row.pop(key) for key in ("device", "versions")} for row in rows]
     about = next((one for one in said if one["versions"]), {})
-    return about | {"rows": rows, "early_done": {"judged": len(early), "refused": len(refused), "paid": len(paid)}}
+    counts = {"judged": len(early), "refused": len(refused), "paid": len(paid)}
+    left = len(cases) + EARLY - 1 - len(rows)
+    return about | {"rows": rows, "left": left, "at_once": PROCESSES_AT_ONCE, "early_done": counts}
 
 
 STAGES = {

@@ -12,7 +12,9 @@ import math
 import mmap
 import os
 import sys
+import time
 import traceback
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -281,19 +283,23 @@ class Candidate:
         self._outputs = []
         self._left = None
         before = len(sys._current_frames())
+        start = time.perf_counter_ns()
         native.begin()
         try:
             with torch.no_grad():
                 result = model(*self._inputs)
+            called = time.perf_counter_ns()
             if self._device == "cuda":
                 torch.cuda.synchronize()
+            waited = time.perf_counter_ns()
         except BaseException as error:
             raise self._explained("forward", "exception", error) from None
         torch.empty(0)  # the last operator of every record: one that ends before it was tampered with
         operators = native.end()
         left, threads = self._left, len(sys._current_frames()) - before
         reply = self._told(result)
-        reply.update(id=request.get("id"), operators=operators, left=left, threads=threads)
+        took = [(b - a) / 1000 for a, b in pairwise((start, called, waited, time.perf_counter_ns()))]
+        reply.update(id=request.get("id"), operators=operators, left=left, threads=threads, took_us=took)
         return reply
 
     def trace(self, request: Message, fds: list[int]) -> Message:

@@ -14,7 +14,7 @@ use super::{Budget, Stop};
 use crate::judge::cache::{BASELINE, Baseline};
 use crate::judge::session::{MINUTES, Session, secret_seed, task_error};
 use crate::judge::timing::{self, Random};
-use crate::judge::verdict::{FASTER, Measurement};
+use crate::judge::verdict::{FASTER, Interval, Measurement};
 use crate::judge::{Device, load, process};
 
 /// An empty plan that takes longer than this on the host's clock, in microseconds, shares the device (whose time
@@ -53,16 +53,20 @@ pub(super) fn measure(
     pids.push(subject.pid());
     let load = on_cpu(session).then(|| load::Load::begin(&pids));
     let mut walls = Vec::new();
-    let mut block = 0;
+    let (mut block, mut looked) = (0, 0);
     loop {
         subject.block(session)?;
         measure_block(session, subject, budget, block, &mut random, evidence, &mut walls)?;
         block += 1;
-        if block >= budget.blocks {
+        let samples = evidence.candidate_us.len();
+        let over = start.elapsed().as_secs_f64() > budget.seconds;
+        // A look costs more than a block where there are many samples, and one block more changes little then.
+        if block >= budget.blocks && (over || samples >= looked + looked / 8) {
+            looked = samples;
             let found = timing::speedup(&evidence.eager_us, &evidence.candidate_us, 3);
             let wide = found.is_none_or(|x| timing::relative_width(&x) > budget.width);
-            let over = start.elapsed().as_secs_f64() > budget.seconds;
-            if !wide || over {
+            let enough = samples >= budget.samples && !open(session, found.as_ref(), evidence);
+            if !wide || over || enough {
                 if wide && let Some(x) = found {
                     evidence.notes.push(format!(
                         "the interval is wide: {:.1} % after {} samples",
@@ -167,7 +171,8 @@ fn measure_block(
         // Work can be moved from one call to another, not out of their sum.
         let mean = |times: &[f64]| times.iter().sum::<f64>() / times.len().max(1) as f64;
         let least = subject.resolution();
-        (candidate_us, eager_us) = (vec![mean(&candidate_us).max(least)], vec![mean(&eager_us)]);
+        let candidate = (mean(&candidate_us) - subject.taken_off()).max(least);
+        (candidate_us, eager_us) = (vec![candidate], vec![mean(&eager_us)]);
     }
     evidence.candidate_us.extend(candidate_us);
     evidence.eager_us.extend(eager_us);
@@ -189,11 +194,9 @@ pub(super) fn against_compile(session: &mut Session, evidence: &mut Evidence) ->
             evidence.notes.push(format!("torch.compile has no baseline here: {why}; reward 3 can't be given"));
             return Ok(());
         }
-        let drift = eager_now / baseline.eager_at_compile_us;
-        let scaled: Vec<f64> = baseline.compile_us.iter().map(|x| x * drift).collect();
+        let scaled = drifted(&baseline, eager_now);
         let found = timing::speedup(&scaled, &evidence.candidate_us, 5);
-        let near = found.as_ref().is_some_and(|x| (x.median / FASTER - 1.0).abs() < 0.1);
-        if near && !fresh {
+        if near(found.as_ref()) && !fresh {
             session.baseline = Some(measure_compile(session, evidence)?);
             fresh = true;
             continue;
@@ -204,9 +207,40 @@ pub(super) fn against_compile(session: &mut Session, evidence: &mut Evidence) ->
     }
 }
 
+/// The cached baseline, scaled by eager's drift since.
+fn drifted(baseline: &Baseline, eager_now: f64) -> Vec<f64> {
+    let drift = eager_now / baseline.eager_at_compile_us;
+    baseline.compile_us.iter().map(|x| x * drift).collect()
+}
+
+/// Whether an interval leaves open which reward is due.
+fn open(session: &Session, found: Option<&Interval>, evidence: &Evidence) -> bool {
+    let straddles = |x: &Interval| x.low <= FASTER && FASTER < x.high;
+    let compiled = session.baseline.as_ref().filter(|b| !b.compile_us.is_empty());
+    let against = compiled
+        .zip(timing::median(&evidence.eager_us))
+        .and_then(|(baseline, eager_now)| timing::speedup(&drifted(baseline, eager_now), &evidence.candidate_us, 5));
+    found.is_none_or(straddles) || against.as_ref().is_some_and(straddles)
+}
+
+/// So near to where a reward changes that a cached baseline doesn't settle it.
+fn near(found: Option<&Interval>) -> bool {
+    found.is_some_and(|x| (x.median / FASTER - 1.0).abs() < 0.1)
+}
+
+/// Whether the cached baseline leaves open which reward is due, so that it is measured anew.
+pub(super) fn undecided(session: &Session, evidence: &Evidence) -> bool {
+    let (Some(baseline), Some(eager_now)) = (&session.baseline, timing::median(&evidence.eager_us)) else {
+        return false;
+    };
+    !baseline.compile_us.is_empty()
+        && near(timing::speedup(&drifted(baseline, eager_now), &evidence.candidate_us, 5).as_ref())
+}
+
 /// Compiles the reference (the host keeps it), so that only its timing needs the card for itself.
 pub(super) fn prepare_compile(session: &mut Session) -> Result<(), Stop> {
     draw(session, 0, PLAIN)?;
+    session.compiled = true;
     match session.host.ask(&json!({"op": "compile", "slots": [0]}), &[], MINUTES) {
         // A failure is told when its times are asked for.
         Ok(_) | Err(process::Error::Refused(_)) => Ok(()),

@@ -29,8 +29,9 @@ use crate::judge::{Candidate, Device, Judge};
 const LOAD: Duration = Duration::from_secs(120);
 /// Most extensions of a candidate.
 const EXTENSIONS: usize = 16;
-/// Calls of the candidate that does nothing: to begin with, and before each block.
+/// Calls of the candidate that does nothing: to begin with, and before each block; on a card, where their mean counts, more.
 const NULLS: (usize, usize) = (15, 5);
+const NULLS_ON_CARD: (usize, usize) = (40, 10);
 /// Least and most memory for tensors, bytes. On the CPU what isn't touched costs nothing.
 const POOL: (u64, u64) = (512 << 20, 12 << 30);
 /// Seconds that a process may take to stand still.
@@ -170,8 +171,12 @@ pub(super) struct Process<'a> {
     null: Option<Forked>,
     shared: Shared,
     limit: Duration,
-    /// Medians of empty calls, microseconds.
+    /// Means of empty calls on a card, medians on the CPU, microseconds: of the first calls, then of each block.
     nulls: Vec<f64>,
+    /// Every empty call on a card, microseconds.
+    every_null: Vec<f64>,
+    /// What the candidate's process said of its last call, for who looks why it is slow; nothing is decided by it.
+    said_us: Vec<Vec<f64>>,
     /// On a card: how long copying outputs took after the answer, of empty calls and of the candidate's, microseconds.
     tails: (Vec<f64>, Vec<f64>),
     last: Option<Called>,
@@ -204,6 +209,9 @@ struct Called {
     /// How a tensor left PyTorch.
     #[serde(default)]
     left: Option<String>,
+    /// Microseconds of `forward`, of the wait for the card and of the rest, as it says itself.
+    #[serde(default)]
+    took_us: Vec<f64>,
     id: Option<u64>,
 }
 
@@ -360,6 +368,8 @@ impl<'a> Process<'a> {
             shared,
             limit,
             nulls: Vec::new(),
+            every_null: Vec::new(),
+            said_us: Vec::new(),
             tails: (Vec::new(), Vec::new()),
             last: None,
             output_bytes,
@@ -449,7 +459,7 @@ impl<'a> Process<'a> {
         Ok((called, wall, wall - answered))
     }
 
-    /// Empty calls, of which the median is kept.
+    /// Empty calls, of which the median is kept, on a card the mean.
     fn empty_calls(&mut self, session: &mut Session, count: usize) -> Result<(), Stop> {
         let from = self.shared.bytes - self.shared.null_bytes;
         let mut null = match self.null.take() {
@@ -464,7 +474,12 @@ impl<'a> Process<'a> {
             self.tails.0.push(tail);
         }
         self.null = Some(null);
-        self.nulls.extend(timing::median(&times));
+        if self.on_cpu() {
+            self.nulls.extend(timing::median(&times));
+        } else {
+            self.nulls.push(mean(&times));
+            self.every_null.extend(times);
+        }
         Ok(())
     }
 
@@ -488,11 +503,18 @@ impl<'a> Process<'a> {
         Ok(())
     }
 
-    /// What is taken off each call: the least that an empty one was seen to take, so that a noisy clock takes from the
-    /// candidate and gives it nothing.
-    fn least_null(&self) -> f64 {
-        let least = self.nulls.iter().copied().fold(f64::INFINITY, f64::min);
-        if least.is_finite() { least } else { 0.0 }
+    /// What is taken off each call. On the CPU the least that an empty one was seen to take, so that a noisy clock takes
+    /// from the candidate and gives it nothing. On a card empty calls vary as much as many a kernel takes: what this
+    /// block's took on average, from a candidate's block of the same minutes, but never more than before it first ran.
+    fn empty_us(&self) -> f64 {
+        if self.on_cpu() {
+            let least = self.nulls.iter().copied().fold(f64::INFINITY, f64::min);
+            return if least.is_finite() { least } else { 0.0 };
+        }
+        match (self.nulls.first(), self.nulls.last()) {
+            (Some(first), Some(last)) => first.min(*last),
+            _ => 0.0,
+        }
     }
 
     /// Asks a process that stands still, and stops it again.
@@ -551,6 +573,10 @@ impl Output {
         }
         entry
     }
+}
+
+fn mean(times: &[f64]) -> f64 {
+    times.iter().sum::<f64>() / times.len().max(1) as f64
 }
 
 /// No candidate is to blame for what befalls the one that does nothing.
@@ -699,7 +725,7 @@ impl Subject for Process<'_> {
             // What is handed to the empty calls is drawn as it is for every other.
             draw(session, 0, PLAIN)?;
         }
-        self.empty_calls(session, NULLS.0)
+        self.empty_calls(session, if self.on_cpu() { NULLS.0 } else { NULLS_ON_CARD.0 })
     }
 
     fn select(&mut self, session: &mut Session, set: usize) -> Result<(), Stop> {
@@ -723,10 +749,11 @@ impl Subject for Process<'_> {
         self.shown = false;
         let (called, wall, tail) = Self::timed(session, child, slot, 0, self.limit)?;
         self.tails.1.push(tail);
+        self.said_us.push(called.took_us.iter().copied().take(4).collect());
         let most = 64 + 8 * self.judge.toolchain.threads;
         watched(&called, most, child.threads())?;
         self.last = Some(called);
-        Ok(wall - self.least_null())
+        Ok(wall)
     }
 
     fn show(&mut self, session: &mut Session) -> Result<(), Stop> {
@@ -743,7 +770,7 @@ impl Subject for Process<'_> {
     }
 
     fn block(&mut self, session: &mut Session) -> Result<(), Stop> {
-        self.empty_calls(session, NULLS.1)
+        self.empty_calls(session, if self.on_cpu() { NULLS.1 } else { NULLS_ON_CARD.1 })
     }
 
     fn unchanged(&mut self, session: &mut Session) -> Result<(), Stop> {
@@ -764,6 +791,7 @@ impl Subject for Process<'_> {
             late,
             null_tail = median(&self.tails.0),
             nulls = ?self.nulls,
+            said = ?self.said_us.iter().rev().take(12).collect::<Vec<_>>(),
             samples = ?evidence.candidate_us,
             eager = ?evidence.eager_us,
             "the clocks of a candidate's process, microseconds"
@@ -794,13 +822,25 @@ impl Subject for Process<'_> {
     }
 
     fn null_us(&self) -> Option<f64> {
-        Some(self.least_null())
+        self.on_cpu().then(|| self.empty_us())
+    }
+
+    fn taken_off(&self) -> f64 {
+        self.empty_us()
     }
 
     fn resolution(&self) -> f64 {
-        let most = self.nulls.iter().copied().fold(0.0, f64::max);
-        // The profiler's device time besides: on a card the empty call's kernel is taken off with it.
-        (most - self.least_null()).max(1.0).max(self.device_us.unwrap_or(0.0))
+        if self.on_cpu() {
+            let most = self.nulls.iter().copied().fold(0.0, f64::max);
+            return (most - self.empty_us()).max(1.0);
+        }
+        // Two standard errors of what is taken off; and the profiler's device time, since a kernel of the empty call's is
+        // taken off with it.
+        let all = &self.every_null;
+        let centre = mean(all);
+        let variance = mean(&all.iter().map(|x| (x - centre).powi(2)).collect::<Vec<_>>());
+        let error = (variance / (all.len().max(1) as f64)).sqrt();
+        (2.0 * error).max(1.0).max(self.device_us.unwrap_or(0.0))
     }
 
     fn only(&self) -> Option<String> {
@@ -827,6 +867,7 @@ mod tests {
             operators: operators.iter().map(|o| ((*o).to_owned(), 1)).collect(),
             threads,
             left: None,
+            took_us: Vec::new(),
             id: None,
         }
     }

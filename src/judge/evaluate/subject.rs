@@ -23,7 +23,7 @@ pub(super) trait Subject {
     fn select(&mut self, session: &mut Session, set: usize) -> Result<(), Stop>;
     /// Eager of one run, by which a run's longest time is known.
     fn bound_by(&mut self, eager_us: f64);
-    /// Runs once on a slot; microseconds, an empty call's taken off.
+    /// Runs once on a slot; microseconds, an empty call's taken off unless `taken_off` says it.
     fn sample(&mut self, session: &mut Session, slot: usize) -> Result<f64, Stop>;
     /// Makes the outputs of the last run what the reference host compares.
     fn show(&mut self, session: &mut Session) -> Result<(), Stop>;
@@ -41,6 +41,10 @@ pub(super) trait Subject {
     fn pid(&self) -> u32;
     /// An empty call, microseconds, where that is on the same clock.
     fn null_us(&self) -> Option<f64>;
+    /// What is taken off the mean of a block's samples, microseconds.
+    fn taken_off(&self) -> f64 {
+        0.0
+    }
     /// The least time that can be told from none, microseconds.
     fn resolution(&self) -> f64 {
         0.1
