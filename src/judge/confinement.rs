@@ -123,7 +123,8 @@ pub(super) fn host(toolchain: &Toolchain, device: Device, scratch: &Path) -> Con
         read,
         write,
         seccomp: Some(seccomp::host()),
-        limits: Limits { data: None, fsize: 8 * GIB, nproc: None, nofile: 4096, cpu: None, ..Limits::default() },
+        // Parameters leave in a memfd, which this limit counts as a file: those of KernelBench's level 3 take 8 GB.
+        limits: Limits { data: None, fsize: 64 * GIB, nproc: None, nofile: 4096, cpu: None, ..Limits::default() },
         cwd: Some(scratch.to_owned()),
         env: [
             ("TMPDIR", temp.clone()),

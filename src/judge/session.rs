@@ -357,15 +357,6 @@ impl Memory {
         *used += bytes;
         Ok(Reservation { memory: Arc::clone(self), bytes })
     }
-
-    /// `bytes`, if they fit now beside what is promised.
-    fn reserve_now(self: &Arc<Self>, bytes: u64, most: u64) -> Option<Reservation> {
-        let mut used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
-        (*used + bytes <= most).then(|| {
-            *used += bytes;
-            Reservation { memory: Arc::clone(self), bytes }
-        })
-    }
 }
 
 impl Drop for Reservation {
@@ -433,14 +424,6 @@ pub struct Session {
     pub(super) compiled: bool,
     /// Eager of one run, microseconds, as last seen: bounds what a candidate may take.
     pub(super) eager_us: f64,
-}
-
-/// A task in its host.
-struct Opened {
-    host: Forked,
-    /// Reply of `open`.
-    described: Value,
-    reserved: Option<Reservation>,
 }
 
 pub(super) const MINUTES: Duration = Duration::from_secs(600);
@@ -640,30 +623,6 @@ impl Judge {
     /// # Errors
     /// `Request` when the task is refused, with its file and line.
     pub fn open(self: &Arc<Self>, task: &TaskSource) -> Result<Session, Error> {
-        let Opened { host, described, reserved } = self.open_host(task, Memory::reserve)?;
-        let inputs = described["inputs"].as_array().cloned().unwrap_or_default();
-        let state: Vec<WireTensor> = serde_json::from_value(described["state"].clone())
-            .map_err(|e| Error::Fault(format!("the reference host described its state badly: {e}")))?;
-        let digest = digest([
-            task.source.as_bytes(),
-            self.device.class.as_bytes(),
-            format!("{:?}", self.options.precision).as_bytes(),
-            serde_json::to_vec(&self.toolchain.versions).unwrap_or_default().as_slice(),
-            PROCEDURE.as_bytes(),
-            self.toolchain.threads.to_string().as_bytes(),
-        ]);
-        let baseline = self.cache.get(BASELINE, &digest);
-        let (judge, task, sets) = (Arc::clone(self), task.clone(), OnceLock::new());
-        let fixed = Arc::new(Fixed { judge, task, described, inputs, state, sets, digest });
-        Ok(Session::new(fixed, host, reserved, baseline))
-    }
-
-    /// Opens a task in a host, when `reserve` has promised the card's memory.
-    fn open_host(
-        &self,
-        task: &TaskSource,
-        reserve: impl FnOnce(&Arc<Memory>, u64, u64) -> Result<Reservation, Error>,
-    ) -> Result<Opened, Error> {
         let mut host = self.fork_host("host").map_err(|e| Error::Fault(e.to_string()))?;
         // `torch.compile` reads the file that code names: the host gets a copy where it may read.
         let mut given = task.clone();
@@ -698,11 +657,25 @@ impl Judge {
                     ),
                 ));
             }
-            reserved = Some(reserve(&self.memory, need.min(most), most)?);
+            reserved = Some(self.memory.reserve(need.min(most), most)?);
         }
         let _shared = self.slice.share();
         let described = host.ask(&self.open_request(&given, slots), &[], MINUTES).map_err(fail)?.body;
-        Ok(Opened { host, described, reserved })
+        let inputs = described["inputs"].as_array().cloned().unwrap_or_default();
+        let state: Vec<WireTensor> = serde_json::from_value(described["state"].clone())
+            .map_err(|e| Error::Fault(format!("the reference host described its state badly: {e}")))?;
+        let digest = digest([
+            task.source.as_bytes(),
+            self.device.class.as_bytes(),
+            format!("{:?}", self.options.precision).as_bytes(),
+            serde_json::to_vec(&self.toolchain.versions).unwrap_or_default().as_slice(),
+            PROCEDURE.as_bytes(),
+            self.toolchain.threads.to_string().as_bytes(),
+        ]);
+        let baseline = self.cache.get(BASELINE, &digest);
+        let (judge, task, sets) = (Arc::clone(self), task.clone(), OnceLock::new());
+        let fixed = Arc::new(Fixed { judge, task, described, inputs, state, sets, digest });
+        Ok(Session::new(fixed, host, reserved, baseline))
     }
 
     fn open_request(&self, task: &TaskSource, slots: usize) -> Value {
@@ -746,26 +719,6 @@ impl Session {
             compiled: false,
             eager_us: 0.0,
         }
-    }
-
-    /// The same task once more, in a host of its own: on the same parameter sets, so that what was recorded and built
-    /// for one runs in the other. Nothing where the card's memory doesn't allow it.
-    ///
-    /// # Errors
-    /// As `Judge::open`.
-    pub(super) fn beside(fixed: &Arc<Fixed>, baseline: Option<Baseline>) -> Result<Option<Self>, Error> {
-        let mut room = true;
-        let opened = fixed.judge.open_host(&fixed.task, |memory, bytes, most| {
-            memory.reserve_now(bytes, most).ok_or_else(|| {
-                room = false;
-                Error::Fault("no memory".into())
-            })
-        });
-        if !room {
-            return Ok(None);
-        }
-        let Opened { host, reserved, .. } = opened?;
-        Ok(Some(Self::new(Arc::clone(fixed), host, reserved, baseline)))
     }
 
     /// What `kernelfleet_ext.properties()` says of the device.

@@ -33,8 +33,9 @@ SECONDS = int(os.environ.get("KERNELFLEET_STAGE_SECONDS", "520"))
 LIBRARY_SECONDS = 160
 # `task check`: tasks a call, calls beside each other, longest search for what refuses one task.
 CHECKED_A_CALL, CHECKS_AT_ONCE, CHECK_SECONDS = 4, 6, 20
-# Judgements of the candidate that answers early; judgements of the process path beside each other.
-EARLY, PROCESSES_AT_ONCE = 50, 5
+# Judgements of the candidate that answers early, of which all but the first measure for so many seconds at most; judgements
+# of the process path beside each other.
+EARLY, EARLY_SECONDS, PROCESSES_AT_ONCE = 50, 1, 5
 # Candidate over eager is near 1 within 5 %.
 NEAR = math.log(1.05)
 OVER = {"median": "median", "low": "high", "high": "low"}
@@ -354,7 +355,9 @@ def batch(tasks: Path) -> dict[str, Any]:
         (candidate / "model_new.py").write_text(BATCH_MODEL.format(block=block, each=each))
         (candidate / "kernels/chain.cu").write_text(BATCH_KERNEL.format(block=block, each=each, form=form))
     arguments = ["judge", "--task", str(folder / "task.py"), "--batch", str(folder / "candidates"), "--device", "cuda"]
-    rows, about, start = [], {}, time.monotonic()
+    rows: list[dict[str, Any]] = []
+    about: dict[str, Any] = {}
+    start = time.monotonic()
     # A line with its time for each verdict.
     os.environ["KERNELFLEET_LOG"] = "kernelfleet::local=info"
     for which in ("first", "again"):
@@ -430,8 +433,8 @@ def library(tasks: Path) -> dict[str, Any]:
 
 def row_of(case: str, number: int, status: int, seconds: float, verdict: dict[str, Any], err: str) -> dict[str, Any]:
     """What is kept of a verdict of the process path; `seconds` of the whole command, 0 in a batch."""
-    keys = ("reward", "correct", "reason", "grade", "speedup", "time_us", "phases_seconds", "isolation")
-    keys += ("measurement", "device", "versions", "notes", "audit")
+    keys = ["reward", "correct", "reason", "grade", "speedup", "time_us", "phases_seconds", "isolation"]
+    keys += ["measurement", "device", "versions", "notes", "audit"]
     row = {"case": case, "number": number, "status": status, "seconds": round(seconds, 1)}
     return row | {key: verdict.get(key) for key in keys} | {"stderr": err[-2000:]}
 
@@ -465,23 +468,30 @@ def process(tasks: Path) -> dict[str, Any]:
     cases = sorted(p for p in folder.iterdir() if (p / "task.py").exists())
     with ThreadPoolExecutor(PROCESSES_AT_ONCE) as pool:
         found = list(pool.map(one, cases))
-    # The one that answers early again and again, as a batch.
-    early_case = folder / "early_done"
-    kept = WORK / "process/again.json"
-    left = SECONDS - (time.monotonic() - start)
-    if not kept.exists() and left > 90:
-        copies = WORK / "early"
-        for number in range(1, EARLY):
-            shutil.copytree(early_case / "candidate", copies / f"{number:02}", dirs_exist_ok=True)
-        arguments = ["judge", "--task", str(early_case / "task.py"), "--batch", str(copies)]
-        arguments += ["--device", "cuda", "--path", "process", "--no-cache", "-o", "json"]
-        status, out, err, seconds = command(arguments, left)
-        judged = json.loads(out) if out.strip().startswith("[") else []
-        print("early_done, again", status, f"{seconds:.1f} s", len(judged), err[-600:], flush=True)
-        if judged:
-            rows = [row_of("early_done", int(j["candidate"]), status, 0.0, j["verdict"], "") for j in judged]
-            kept.write_text(json.dumps(rows, indent=1) + "\n")
-    found += json.loads(kept.read_text()) if kept.exists() else []
+    # The one that answers early again and again, in batches beside each other.
+    case = folder / "early_done"
+
+    def again(part: int) -> list[dict[str, Any]]:
+        kept = WORK / f"process/again-{part}.json"
+        left = SECONDS - (time.monotonic() - start)
+        if not kept.exists() and left > 60:
+            copies = WORK / f"early/{part}"
+            for number in range(1 + part, EARLY, PROCESSES_AT_ONCE):
+                shutil.copytree(case / "candidate", copies / f"{number:02}", dirs_exist_ok=True)
+            arguments = ["judge", "--task", str(case / "task.py"), "--batch", str(copies)]
+            arguments += ["--device", "cuda", "--path", "process", "--no-cache", "-o", "json"]
+            status, out, err, seconds = command(arguments, left)
+            judged = json.loads(out) if out.strip().startswith("[") else []
+            print("early_done, again", part, status, f"{seconds:.1f} s", len(judged), err[-600:], flush=True)
+            if judged:
+                rows = [row_of(case.name, int(j["candidate"]), status, 0.0, j["verdict"], "") for j in judged]
+                kept.write_text(json.dumps(rows, indent=1) + "\n")
+        return json.loads(kept.read_text()) if kept.exists() else []
+
+    os.environ["KERNELFLEET_MEASURE_SECONDS"] = str(EARLY_SECONDS)
+    with ThreadPoolExecutor(PROCESSES_AT_ONCE) as pool:
+        found += [row for rows in pool.map(again, range(PROCESSES_AT_ONCE)) for row in rows]
+    del os.environ["KERNELFLEET_MEASURE_SECONDS"]
     rows = [row for row in found if row and row["status"] != 124]
     early = [row for row in rows if row["case"] == "early_done"]
     refused = [row for row in early if row["correct"] is False]

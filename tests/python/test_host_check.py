@@ -20,6 +20,11 @@ ACCEPTED = {
     "dropout": task("return self.d(torch.tanh(xs[0])) * 2", "torch.rand(64, 96)", "self.d = nn.Dropout(0.5)"),
     "argmax": task("return torch.argmax(xs[0], dim=1)", "torch.rand(32, 20, 5)"),
     "cross entropy": task("return F.cross_entropy(xs[0], xs[1])", "torch.rand(128, 10), torch.randint(0, 10, (128,))"),
+    "a seed of its own": task("torch.manual_seed(3); torch.rand(3); return torch.tanh(xs[0])", "torch.rand(8, 8) * 4"),
+    "recurrence": task("return self.r(xs[0])[0]", "torch.rand(4, 6, 8)", "self.r = nn.LSTM(8, 8, batch_first=True)"),
+    "a product of three dimensions": task(
+        "return xs[0] @ xs[1]", "torch.rand(2, 8, 16) - 0.5, torch.rand(16, 16) - 0.5"
+    ),
     "matmul of triangular matrices": task(
         "return torch.tril(xs[0] @ xs[1]) + 1", "torch.rand(64, 64).tril(), torch.rand(64, 64).triu()"
     ),
@@ -59,6 +64,11 @@ def test_a_task_that_needs_no_work_or_is_unsound_is_refused(host: Host, code: st
     assert code in [r["code"] for r in said["refusals"]], said
     if code == "skip_operator":
         assert {r["line"] for r in said["refusals"] if r["code"] == code} == {11}
+
+
+def test_what_is_drawn_is_random_though_the_result_hardly_shows_it(host: Host) -> None:  # noqa: F811
+    opened(host, task("return xs[0] * 2 + torch.rand_like(xs[0]) * 1e-9", "torch.rand(8, 8)"))
+    assert "random" in [r["code"] for r in host("check", inputs=3)["refusals"]]
 
 
 def test_a_counter_outside_the_state_dict_is_state(host: Host) -> None:  # noqa: F811

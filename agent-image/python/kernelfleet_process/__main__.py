@@ -1,6 +1,6 @@
 """`python -m kernelfleet_process`: a zygote that has imported torch and its extension builder, nothing of a candidate.
 
-Knows `hello`, `load`, `run`, `trace` and `close`. The native part is loaded in each child.
+Knows `hello`, `load`, `run`, `ready`, `trace` and `close`. The native part is loaded in each child.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def child_main(channel: Channel, start: Start) -> None:
     _keep_said()
     torch.set_num_threads(start.threads)
     candidate = Candidate(channel)
-    serve_ops(channel, {"hello": start.hello, "load": candidate.load, "run": candidate.run, "trace": candidate.trace})
+    own = {"load": candidate.load, "run": candidate.run, "ready": candidate.ready, "trace": candidate.trace}
+    serve_ops(channel, {"hello": start.hello, **own})
 
 
 def _keep_said() -> None:

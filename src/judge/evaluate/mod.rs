@@ -349,6 +349,7 @@ fn steps(session: &mut Session, made: &Made, effort: Effort, more: bool, evidenc
     }
     // A screening only ranks a sweep; it does not empty the device for that.
     if !cpu && effort == Effort::Final {
+        evidence.time("profile", |_| subject.ahead(session))?;
         drop(held);
         if budget.compile && session.baseline.is_none() {
             let _beside = judge.slice.pausable(session.host.pid);

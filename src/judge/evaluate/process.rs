@@ -448,6 +448,8 @@ impl<'a> Process<'a> {
             return called.map(|(called, wall)| (called, wall, 0.0));
         }
         tell(session, &json!({"op": "release", "slot": slot}))?;
+        // A process that was asleep answers later by more than many a kernel takes.
+        child.ask(&json!({"op": "ready"}), &[], limit).map_err(|e| failure(e, CALL, &child.said()))?;
         let start = Instant::now();
         let (called, answered) = Self::call_running(child, limit)?;
         let outputs: Vec<Value> = called.outputs.iter().map(|o| o.wire(None, from, u64::MAX >> 1)).collect();
@@ -775,6 +777,11 @@ impl Subject for Process<'_> {
 
     fn unchanged(&mut self, session: &mut Session) -> Result<(), Stop> {
         if self.on_cpu() || self.device_us.is_some() { Ok(()) } else { self.trace(session) }
+    }
+
+    /// The first look takes seconds, in which the profiler starts.
+    fn ahead(&mut self, session: &mut Session) -> Result<(), Stop> {
+        self.trace(session)
     }
 
     fn settle(&mut self, session: &mut Session, _: &mut Evidence) -> Result<(), Stop> {

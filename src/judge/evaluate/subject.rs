@@ -31,6 +31,10 @@ pub(super) trait Subject {
     fn block(&mut self, session: &mut Session) -> Result<(), Stop>;
     /// Refuses what has changed that may not.
     fn unchanged(&mut self, session: &mut Session) -> Result<(), Stop>;
+    /// What takes long and needs no device of its own, before the device is held to measure.
+    fn ahead(&mut self, _: &mut Session) -> Result<(), Stop> {
+        Ok(())
+    }
     /// Waits for an idle card.
     fn settle(&mut self, session: &mut Session, evidence: &mut Evidence) -> Result<(), Stop>;
     /// Holds one clock against another, where there are two.
