@@ -2,7 +2,7 @@
 //!
 //! Knows how many are built at once and what is judged next. Must not know what an evaluation does. One is judged at a
 //! time: what takes longest beside a measurement is the context of the next runner, which the driver makes one after
-//! another anyway, and sessions beside each other were no faster (`docs/measurements.md`, "Batches").
+//! another anyway, and sessions beside each other were no faster (`docs/measuring.md`, "Measured").
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};

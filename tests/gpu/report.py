@@ -9,6 +9,8 @@ import json
 import math
 import statistics
 import sys
+from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -141,8 +143,10 @@ def process(evidence: dict[str, Any]) -> list[str]:
     early = result["early_done"]
     text = ["## Candidates of the process path", "", about(evidence), ""]
     text += [
-        f"The candidate that answers before its work is done (about 1 ms of it): judged {early['judged']} times, refused "
-        f"{early['refused']} times; {early['paid']} times accepted with the wait paid.",
+        f"The candidate that answers before its work is done: judged {early['judged']} times, refused "
+        f"{early['refused']} times; {early['paid']} times accepted with the wait paid. "
+        f"{result['at_once']} were built and judged beside each other, measured one at a time.",
+        *([f"Not reached in the time given: {result['left']} judgements."] if result["left"] else []),
         "",
         LEGEND,
         "",
@@ -168,13 +172,15 @@ def check(evidence: dict[str, Any]) -> list[str]:
     text = ["## KernelBench's tasks, checked", "", about(evidence), ""]
     for level in sorted({row["level"] for row in rows}):
         of = [row for row in rows if row["level"] == level]
-        text.append(f"- {level}: {len(of)} checked, {sum(row['accepted'] for row in of)} accepted")
+        commits = ", ".join(sorted({f"`{row['commit'][:12]}`" for row in of}))
+        text.append(f"- {level}: {len(of)} checked, {sum(row['accepted'] for row in of)} accepted (at {commits})")
     left = evidence["result"]["left"]
     text += [f"- not reached in the time given: {left}"] if left else []
     text += ["", "| task | refused since |", "|---|---|"]
     for row in rows:
         if not row["accepted"]:
-            why = "; ".join(f"{r['code']}: {' '.join(r['message'].split())[:120]}" for r in row["refusals"])
+            said = Counter(f"{r['code']}: {' '.join(r['message'].split())[:120]}" for r in row["refusals"])
+            why = "; ".join(f"{text} ({times} of them)" if times > 1 else text for text, times in said.items())
             text.append(f"| {row['level']}/{row['task']} | {why.replace('|', '/')} |")
     return text
 
@@ -197,12 +203,19 @@ def repeat(evidence: dict[str, Any]) -> list[str]:
 def batch(evidence: dict[str, Any]) -> list[str]:
     """Candidates of one task together."""
     text = ["## A batch of candidates of a small task", "", about(evidence), ""]
-    text += ["| run | verdicts | correct | seconds | verdicts a second | held s in all | of it measuring |"]
-    text += ["|---|---|---|---|---|---|---|"]
+    text += [
+        "Verdicts a second are counted from the first verdict to the last: without the start of the judge and of the task's "
+        "host. Aim: 4.",
+        "",
+        "| run | verdicts | correct | seconds of the whole command | verdicts a second | seconds between two, median | most | held s, median | checked s, median |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
     for row in evidence["result"]["rows"]:
+        after, phases = row["verdict_after_seconds"], row["phases_median_seconds"]
+        between = [b - a for a, b in pairwise(after)]
         text.append(
-            f"| {row['which']} | {row['verdicts']} | {row['correct']} | {row['seconds']:.1f} | {row['verdicts'] / row['seconds']:.2f} | "
-            f"{row['held_seconds']:.1f} | {row['own_seconds']:.1f} |"
+            f"| {row['which']} | {row['verdicts']} | {row['correct']} | {row['seconds']:.1f} | {row['verdicts_a_second']:.2f} | "
+            f"{statistics.median(between):.2f} | {max(between):.2f} | {phases['held']:.2f} | {phases['correct']:.2f} |"
         )
     return text
 

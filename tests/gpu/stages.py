@@ -73,6 +73,14 @@ def judged(folder: Path) -> dict[str, Any]:
     return {"device": {}, "versions": {}}
 
 
+def commit() -> str:
+    """Of what is measured."""
+    given = os.environ.get("KERNELFLEET_COMMIT", "")
+    if given:
+        return given
+    return subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+
 def facts() -> dict[str, Any]:
     """Commit, card, driver and versions, for every evidence file."""
     status, out, err, _ = command(["doctor", "-o", "json"], 120)
@@ -81,10 +89,7 @@ def facts() -> dict[str, Any]:
     card = subprocess.run(
         ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True, text=True
     )
-    commit = os.environ.get("KERNELFLEET_COMMIT", "")
-    if not commit:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    return {"commit": commit, "card": card.stdout.strip(), "doctor": doctor}
+    return {"commit": commit(), "card": card.stdout.strip(), "doctor": doctor}
 
 
 def task_files(tasks: Path, levels: list[int]) -> list[Path]:
@@ -169,7 +174,8 @@ def check(tasks: Path) -> dict[str, Any]:
             of = [line for line in found if Path(line["path"]).resolve() == path.resolve()]
             codes = {refusal["code"] for line in of for refusal in line["refusals"]}
             if of and (alone or not codes & {"memory", "fault"}):
-                row(path).write_text(json.dumps(of[0] | {"level": path.parent.name, "path": path.name}) + "\n")
+                about = {"level": path.parent.name, "path": path.name, "commit": commit()}
+                row(path).write_text(json.dumps(of[0] | about) + "\n")
         return "" if found else f"{[p.stem for p in files]}: {status} {err[-1000:]}"
 
     def left() -> list[Path]:
@@ -435,7 +441,7 @@ def row_of(case: str, number: int, status: int, seconds: float, verdict: dict[st
     """What is kept of a verdict of the process path; `seconds` of the whole command, 0 in a batch."""
     keys = ["reward", "correct", "reason", "grade", "speedup", "time_us", "phases_seconds", "isolation"]
     keys += ["measurement", "device", "versions", "notes", "audit"]
-    row = {"case": case, "number": number, "status": status, "seconds": round(seconds, 1)}
+    row = {"case": case, "number": number, "status": status, "seconds": round(seconds, 1), "commit": commit()}
     return row | {key: verdict.get(key) for key in keys} | {"stderr": err[-2000:]}
 
 
