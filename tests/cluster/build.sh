@@ -2,7 +2,7 @@
 # Builds the programs of the test bed from the Go modules beside this file into .kernelfleet/cluster/bin. What is there
 # already, from the same sources, is left alone. Cold it takes minutes, most of them for `kube` and `prometheus`; warm seconds.
 #
-# usage: build.sh [kube|cni|router|pause|helm|prometheus|kwok|kueue|s3 ..]     the first five if nothing is said
+# usage: build.sh [kube|cni|router|pause|helm|prometheus|kwok|kueue|s3|card ..]     the first five if nothing is said
 . "$(dirname "$0")/lib.sh"
 
 # The version that go.mod asks for: stamped into the program, or the API server would call itself v0.0.0.
@@ -60,6 +60,8 @@ for part in "$@"; do
             ;;
         # A server that speaks S3 over a folder, for the tests of the broker's objects.
         s3) build s3 -ldflags '-s -w' github.com/versity/versitygw/cmd/versitygw ;;
-        *) stop "unknown part \`$part\`" "allowed: kube, cni, router, pause, helm, prometheus, kwok, kueue, s3" ;;
+        # A device plugin, for a machine with a card.
+        card) build card -ldflags '-s -w' . ;;
+        *) stop "unknown part \`$part\`" "allowed: kube, cni, router, pause, helm, prometheus, kwok, kueue, s3, card" ;;
     esac
 done

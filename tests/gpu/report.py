@@ -220,6 +220,39 @@ def batch(evidence: dict[str, Any]) -> list[str]:
     return text
 
 
+def cluster(evidence: dict[str, Any]) -> list[str]:
+    """The operator with a pool of a card."""
+    r = evidence["result"]
+    slices, rows, seconds = r["slices"], r["verdicts"], r["seconds"]
+    text = ["## The operator with a pool of one card", "", about(evidence), ""]
+    text += [
+        f"One node with the test bed's Kubernetes, a `cuda` pool of one judge, two jobs of the built-in policy. {seconds['up']:.0f} s "
+        f"until the cluster was up, {seconds['ready']:.0f} s until the pool was ready, {seconds['jobs']:.0f} s until both jobs ended. "
+        f"Exclusive slices: {slices['exclusive']} of {slices['exclusive_seconds']:.0f} s in all, {slices['overlapping']} that "
+        f"overlap; leases: {slices['leases']}, {slices['leases_of_both_jobs_at_once']} pairs of both jobs at once.",
+        "",
+        "| job | tasks | correct | faster than eager | than compile | turns | GPU seconds |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, status in r["jobs"].items():
+        keys = ("tasks", "correct", "fasterThanEager", "fasterThanCompile", "turns")
+        figures = [str(status.get(key)) for key in keys] + [f"{status.get('gpuSeconds') or 0:.0f}"]
+        text.append(f"| {name} | {' | '.join(figures)} |")
+    text += [
+        "",
+        f"Best candidates fetched and judged again in local mode on the same card: {sum(row['agree'] for row in rows)} of "
+        f"{len(rows)} with the same verdict.",
+        "",
+        "| job | task | reward, cluster | reward, local | over eager, cluster | over eager, local |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        figures = [f"{row[w].get('over_eager') or 0:.2f}" for w in ("cluster", "local")]
+        rewards = [str(row[w].get("reward")) for w in ("cluster", "local")]
+        text.append(f"| {row['job']} | {row['task']} | {' | '.join(rewards + figures)} |")
+    return text
+
+
 def amount(value: float | None, unit: float, word: str) -> str:
     """A figure that a run may not know."""
     return "-" if value is None else f"{value / unit:.0f} {word}"
@@ -281,6 +314,7 @@ WRITERS = {
     "repeat": repeat,
     "batch": batch,
     "scale": scale,
+    "cluster": cluster,
 }
 
 

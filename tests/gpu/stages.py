@@ -432,7 +432,7 @@ def library(tasks: Path) -> dict[str, Any]:
         rows.append(row)
         print(case.name, row["status"], row["over_eager"], row["reason"], row["stderr"][-500:], flush=True)
     said = [row.pop("about", {}) for row in rows]
-    about = next((one for one in said if one), {})
+    about: dict[str, Any] = next((one for one in said if one), {})
     far = [row["case"] for row in rows if not row["over_eager"] or abs(math.log(row["over_eager"]["median"])) > NEAR]
     return {"rows": rows, "left": len(CASES) - len(rows), "not_near_1": far} | about
 
@@ -510,8 +510,18 @@ def process(tasks: Path) -> dict[str, Any]:
     return about | {"rows": rows, "left": left, "at_once": PROCESSES_AT_ONCE, "early_done": counts}
 
 
+def cluster(tasks: Path) -> dict[str, Any]:
+    """The operator on a cluster of this machine with a pool of its card (`tests/gpu/cluster`): two jobs, then local mode."""
+    sys.path.insert(0, str(ROOT / "tests/gpu/cluster"))
+    from cluster import TASKS, whole
+
+    count = int(os.environ.get("KERNELFLEET_CLUSTER_TASKS", len(TASKS)))
+    return whole(tasks, count, SECONDS - 60)
+
+
 STAGES = {
     "smoke": smoke,
+    "cluster": cluster,
     "process": process,
     "check": check,
     "policy": policy,
