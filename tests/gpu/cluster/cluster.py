@@ -263,8 +263,10 @@ def images() -> None:
         "PATH": path,
         "KERNELFLEET_PYTHON": python,
         "KERNELFLEET_AGENT_IMAGE": "/opt/kernelfleet/agent-image",
-        "KERNELFLEET_NVCC": os.environ.get("KERNELFLEET_NVCC") or shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc",
     }
+    nvcc = os.environ.get("KERNELFLEET_NVCC") or shutil.which("nvcc")
+    if nvcc:
+        environment["KERNELFLEET_NVCC"] = nvcc
     if "LD_LIBRARY_PATH" in os.environ:
         environment["LD_LIBRARY_PATH"] = os.environ["LD_LIBRARY_PATH"]
     image("kernelfleet-judge", own | agent | system, links, environment)
@@ -419,7 +421,7 @@ def again(name: str, results: Path) -> list[dict[str, Any]]:
             "--candidate",
             candidate,
             "--device",
-            "cuda",
+            DEVICE["device"],
             "--no-cache",
         ]
         done = subprocess.run([*map(str, words), "-o", "json"], capture_output=True, text=True, timeout=120)
@@ -483,6 +485,7 @@ def whole(tasks: Path, count: int, local_seconds: float) -> dict[str, Any]:
     finally:
         plugin.terminate()
         run("bash", ROOT / "tests/cluster/down.sh", check=False)
+        shutil.rmtree(TOOLS, ignore_errors=True)
         say("cluster down")
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Packs what a machine with a card needs to run the cluster and can't build: the programs of the test bed, containerd, runc, ip,
-# iptables and ipset from Debian, kernelfleet, the rendered chart. Under 60 MB, in .kernelfleet/card. To be run where
+# iptables and ipset from Debian, kernelfleet, the rendered chart. About 80 MB, in .kernelfleet/card. To be run where
 # `make build` and tests/cluster/build.sh run; `tests/gpu/run.sh cluster` then runs on the other machine with this folder there.
 #
 # usage: pack.sh [PROGRAM]     target/release/kernelfleet if nothing is said
@@ -26,7 +26,8 @@ rm -rf "$work/debian/usr/share" "$work/debian/usr/bin/"containerd-{shim,shim-run
 for name in kube kube-router bridge loopback host-local pause card; do cp "$bin/$name" "$work/bin/"; done
 strip -o "$work/bin/kernelfleet" "$program"
 find "$work/debian" -type f -perm -u+x -exec strip {} + 2>/dev/null || true
-"$bin/helm" template kernelfleet "$root/charts/kernelfleet" --namespace kernelfleet-system --include-crds \
+kubernetes=$(awk '$1 == "k8s.io/kubernetes" { print $2; exit }' "$here/kube/go.mod")
+"$bin/helm" template kernelfleet "$root/charts/kernelfleet" --namespace kernelfleet-system --kube-version "$kubernetes" \
     --set image.repository=localhost/kernelfleet --set image.tag=dev --set image.pullPolicy=Never >"$out/chart.yaml"
 tar -C "$work" -cf - bin debian | xz -T0 -6e >"$out/programs.tar.xz"
 say "packed in $out: $(du -sh "$out" | cut -f1)"
