@@ -65,10 +65,10 @@ class Handover:
         slot = reference.slot(index)
         if not slot.drawn:
             raise Refused("malformed", f"nothing was drawn into slot {index}")
+        if reference.device == "cuda":
+            torch.cuda._sleep(_AWAKE_CYCLES)  # before the inputs are there: nobody is to have them earlier than must be
         self._copy(slot.shared, self._staged, range(len(self._staged)))
         reference.timer().flush()
-        if reference.device == "cuda":
-            torch.cuda._sleep(_AWAKE_CYCLES)
         _wait(reference.device)
 
     def snapshot(self, index: int, outputs: list[dict[str, Any]], structure: Any) -> None:

@@ -447,9 +447,10 @@ impl<'a> Process<'a> {
             session.host.thaw();
             return called.map(|(called, wall)| (called, wall, 0.0));
         }
-        tell(session, &json!({"op": "release", "slot": slot}))?;
-        // A process that was asleep answers later by more than many a kernel takes.
+        // A process that was asleep answers later by more than many a kernel takes. It has no new inputs yet: what it does
+        // here is of no use to it.
         child.ask(&json!({"op": "ready"}), &[], limit).map_err(|e| failure(e, CALL, &child.said()))?;
+        tell(session, &json!({"op": "release", "slot": slot}))?;
         let start = Instant::now();
         let (called, answered) = Self::call_running(child, limit)?;
         let outputs: Vec<Value> = called.outputs.iter().map(|o| o.wire(None, from, u64::MAX >> 1)).collect();
