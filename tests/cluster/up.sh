@@ -23,6 +23,10 @@ if [ -e "$state" ]; then
     stop "remains of an earlier cluster in $state" "clean up with: make cluster-down"
 fi
 if ip link show "$bridge" >/dev/null 2>&1 || [ -e "$run" ]; then
+    # Without a process it is what one left that was interrupted.
+    [ -n "$(members $group)" ] || "$here/down.sh"
+fi
+if ip link show "$bridge" >/dev/null 2>&1 || [ -e "$run" ]; then
     stop "another checkout's cluster is up on this machine ($bridge or $run exists)" "make cluster-down in that checkout"
 fi
 if (exec 3<>/dev/tcp/127.0.0.1/6443) 2>/dev/null; then
