@@ -412,7 +412,6 @@ pub struct Session {
     pub(super) current_set: usize,
     pub(super) parameter_fds: BTreeMap<String, (OwnedFd, u64)>,
     pub(super) input_fds: Vec<Vec<Option<(OwnedFd, u64)>>>,
-    /// Input sets in the host at a time; none before `prepare`.
     pub(super) slots: usize,
     pub(super) helper: Option<Forked>,
     /// The next candidate's runner, started ahead.
@@ -675,7 +674,20 @@ impl Judge {
         let baseline = self.cache.get(BASELINE, &digest);
         let (judge, task, sets) = (Arc::clone(self), task.clone(), OnceLock::new());
         let fixed = Arc::new(Fixed { judge, task, described, inputs, state, sets, digest });
-        Ok(Session::new(fixed, host, reserved, baseline))
+        Ok(Session {
+            fixed,
+            host,
+            current_set: usize::MAX,
+            parameter_fds: BTreeMap::new(),
+            input_fds: Vec::new(),
+            slots: 1,
+            helper: None,
+            spare: None,
+            reserved,
+            baseline,
+            compiled: false,
+            eager_us: 0.0,
+        })
     }
 
     fn open_request(&self, task: &TaskSource, slots: usize) -> Value {
@@ -704,23 +716,6 @@ pub(super) fn secret_seed() -> Result<u64, Error> {
 }
 
 impl Session {
-    fn new(fixed: Arc<Fixed>, host: Forked, reserved: Option<Reservation>, baseline: Option<Baseline>) -> Self {
-        Self {
-            fixed,
-            host,
-            current_set: usize::MAX,
-            parameter_fds: BTreeMap::new(),
-            input_fds: Vec::new(),
-            slots: 0,
-            helper: None,
-            spare: None,
-            reserved,
-            baseline,
-            compiled: false,
-            eager_us: 0.0,
-        }
-    }
-
     /// What `kernelfleet_ext.properties()` says of the device.
     #[must_use]
     pub fn properties(&self) -> &serde_json::Value {
@@ -817,23 +812,21 @@ impl Session {
 
     /// Draws the parameter sets, shares parameter and input buffers: once a session.
     pub(super) fn prepare(&mut self) -> Result<(), Error> {
-        if self.slots > 0 {
+        if self.fixed.sets.get().is_some() {
             return Ok(());
         }
         let fixed = Arc::clone(&self.fixed);
         let (task, judge) = (&fixed.task, &fixed.judge);
         let _shared = judge.slice.share();
         let fail = |e| task_error(task, e);
-        if fixed.sets.get().is_none() {
-            let mut sets = Vec::new();
-            for _ in 0..2 {
-                let seed = secret_seed()?;
-                let mut frame = self.host.ask(&json!({"op": "state", "seed": seed}), &[], MINUTES).map_err(fail)?;
-                let fd = if frame.fds.is_empty() { None } else { Some(frame.fds.remove(0)) };
-                sets.push(ParameterSet { seed, tensors: frame.body["tensors"].clone(), fd });
-            }
-            let _ = fixed.sets.set(sets);
+        let mut sets = Vec::new();
+        for _ in 0..2 {
+            let seed = secret_seed()?;
+            let mut frame = self.host.ask(&json!({"op": "state", "seed": seed}), &[], MINUTES).map_err(fail)?;
+            let fd = if frame.fds.is_empty() { None } else { Some(frame.fds.remove(0)) };
+            sets.push(ParameterSet { seed, tensors: frame.body["tensors"].clone(), fd });
         }
+        let _ = self.fixed.sets.set(sets);
         self.select(0)?;
         let frame = self.host.ask(&json!({"op": "inputs"}), &[], MINUTES).map_err(fail)?;
         let mut fds: Vec<Option<OwnedFd>> = frame.fds.into_iter().map(Some).collect();

@@ -213,14 +213,17 @@ fn drifted(baseline: &Baseline, eager_now: f64) -> Vec<f64> {
     baseline.compile_us.iter().map(|x| x * drift).collect()
 }
 
+/// Over `torch.compile` by the cached baseline, where there is one.
+fn over_cached(session: &Session, evidence: &Evidence) -> Option<Interval> {
+    let baseline = session.baseline.as_ref().filter(|b| !b.compile_us.is_empty())?;
+    let eager_now = timing::median(&evidence.eager_us)?;
+    timing::speedup(&drifted(baseline, eager_now), &evidence.candidate_us, 5)
+}
+
 /// Whether an interval leaves open which reward is due.
 fn open(session: &Session, found: Option<&Interval>, evidence: &Evidence) -> bool {
     let straddles = |x: &Interval| x.low <= FASTER && FASTER < x.high;
-    let compiled = session.baseline.as_ref().filter(|b| !b.compile_us.is_empty());
-    let against = compiled
-        .zip(timing::median(&evidence.eager_us))
-        .and_then(|(baseline, eager_now)| timing::speedup(&drifted(baseline, eager_now), &evidence.candidate_us, 5));
-    found.is_none_or(straddles) || against.as_ref().is_some_and(straddles)
+    found.is_none_or(straddles) || over_cached(session, evidence).as_ref().is_some_and(straddles)
 }
 
 /// So near to where a reward changes that a cached baseline doesn't settle it.
@@ -230,11 +233,7 @@ fn near(found: Option<&Interval>) -> bool {
 
 /// Whether the cached baseline leaves open which reward is due, so that it is measured anew.
 pub(super) fn undecided(session: &Session, evidence: &Evidence) -> bool {
-    let (Some(baseline), Some(eager_now)) = (&session.baseline, timing::median(&evidence.eager_us)) else {
-        return false;
-    };
-    !baseline.compile_us.is_empty()
-        && near(timing::speedup(&drifted(baseline, eager_now), &evidence.candidate_us, 5).as_ref())
+    near(over_cached(session, evidence).as_ref())
 }
 
 /// Compiles the reference (the host keeps it), so that only its timing needs the card for itself.
