@@ -207,6 +207,11 @@ impl Forked {
         ask(&self.role, &mut self.channel, body, fds, timeout)
     }
 
+    /// Whether its answers are looked for without sleep at first: for what is on a clock.
+    pub fn stay_awake(&mut self, yes: bool) {
+        self.channel.stay_awake(yes);
+    }
+
     /// Asks a process that stands still. Returns its answer and the microseconds from when it was let go until all its
     /// threads stood still again: what works on after the answer works on frozen time.
     ///

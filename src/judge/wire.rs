@@ -16,6 +16,9 @@ pub const MAX_BYTES: usize = 64 << 20;
 /// Most descriptors in one frame.
 pub const MAX_FDS: usize = 250;
 
+/// How long an end that must not be late looks for an answer before it sleeps: waking up takes as long as many a kernel.
+const AWAKE: Duration = Duration::from_millis(50);
+
 /// Why a frame could not be exchanged.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -33,6 +36,7 @@ pub enum Error {
 #[derive(Debug)]
 pub struct Channel {
     stream: UnixStream,
+    awake: bool,
 }
 
 /// A frame as received.
@@ -45,7 +49,7 @@ pub struct Frame {
 impl Channel {
     #[must_use]
     pub fn new(stream: UnixStream) -> Self {
-        Self { stream }
+        Self { stream, awake: false }
     }
 
     /// A connected pair: ours, and the end for a child.
@@ -54,12 +58,17 @@ impl Channel {
     /// When the system has no socket left.
     pub fn pair() -> io::Result<(Self, UnixStream)> {
         let (ours, theirs) = UnixStream::pair()?;
-        Ok((Self { stream: ours }, theirs))
+        Ok((Self { stream: ours, awake: false }, theirs))
     }
 
     #[must_use]
     pub fn raw(&self) -> RawFd {
         self.stream.as_raw_fd()
+    }
+
+    /// Whether it looks for answers without sleep at first: for what is on a clock.
+    pub fn stay_awake(&mut self, yes: bool) {
+        self.awake = yes;
     }
 
     /// Sends one frame.
@@ -106,6 +115,10 @@ impl Channel {
     /// `Closed` at end of file, `Timeout`, `Malformed` when the peer breaks the framing.
     pub fn receive(&mut self, timeout: Option<Duration>) -> Result<Frame, Error> {
         let deadline = timeout.map(|t| (Instant::now() + t, t));
+        if self.awake {
+            let end = Instant::now() + timeout.map_or(AWAKE, |t| t.min(AWAKE));
+            while !self.readable(0) && Instant::now() < end {}
+        }
         let mut fds = Vec::new();
         let mut head = [0u8; 8];
         self.fill(&mut head, &mut fds, deadline)?;
@@ -125,6 +138,13 @@ impl Channel {
         Ok(Frame { body, fds })
     }
 
+    /// Whether something lies there, or the other end is gone, within so many milliseconds.
+    fn readable(&self, millis: i32) -> bool {
+        let mut poll = libc::pollfd { fd: self.stream.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+        // SAFETY: `poll` is one valid pollfd for the length given.
+        unsafe { libc::poll(&raw mut poll, 1, millis) > 0 }
+    }
+
     fn fill(
         &self,
         mut buffer: &mut [u8],
@@ -135,13 +155,10 @@ impl Channel {
             if let Some((end, whole)) = deadline {
                 let left = end.saturating_duration_since(Instant::now());
                 let millis = i32::try_from(left.as_millis() + 1).unwrap_or(i32::MAX);
-                let mut poll = libc::pollfd { fd: self.stream.as_raw_fd(), events: libc::POLLIN, revents: 0 };
-                // SAFETY: `poll` is one valid pollfd for the length given.
-                let ready = unsafe { libc::poll(&raw mut poll, 1, millis) };
-                if ready == 0 && Instant::now() >= end {
-                    return Err(Error::Timeout(whole.as_secs_f64()));
-                }
-                if ready <= 0 {
+                if !self.readable(millis) {
+                    if Instant::now() >= end {
+                        return Err(Error::Timeout(whole.as_secs_f64()));
+                    }
                     continue;
                 }
             }

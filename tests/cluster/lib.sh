@@ -52,6 +52,14 @@ need_root() { [ "$(id -u)" = 0 ] || stop "a cluster needs root (namespaces, cgro
 hierarchies() { awk '$3 == "cgroup" || $3 == "cgroup2" { print $2 }' /proc/mounts; }
 # The one by which processes are found again.
 tracked() { hierarchies | grep -m1 /pids || hierarchies | head -n1; }
+# Gives what is below the cgroup $1 all the controllers that it has: version 2 asks for that, version 1 has nothing to give.
+controllers() {
+    local controller
+    [ -f "$1/cgroup.controllers" ] || return 0
+    for controller in $(cat "$1/cgroup.controllers"); do
+        echo "+$controller" >"$1/cgroup.subtree_control" || say "$1 can't give $controller to what is below it"
+    done
+}
 # Processes of the cgroup $1 and all below it.
 members() {
     local top

@@ -193,7 +193,10 @@ nodeStatusUpdateFrequency: 5s
 featureGates: {KubeletCrashLoopBackOffMax: true}
 crashLoopBackOff: {maxContainerRestartPeriod: 2s}
 K
-    for hierarchy in $(hierarchies); do mkdir -p "$hierarchy/$group/$name"; done
+    for hierarchy in $(hierarchies); do
+        mkdir -p "$hierarchy/$group/$name"
+        controllers "$hierarchy" && controllers "$hierarchy/$group"
+    done
     enter=(nsenter --target "$(cat "$state/$name/containerd.pid")" --mount --net)
     start "$name/kubelet" "${enter[@]}" "$bin/kube" kubelet --config="$folder/kubelet.yaml" --kubeconfig="$folder/kubeconfig" \
         --hostname-override="$name" --node-ip="$address"

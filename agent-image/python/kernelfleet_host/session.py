@@ -348,4 +348,4 @@ def listed(request: Message, name: str) -> list[Any]:
 def serve_session(channel: Channel, start: Start) -> None:
     """Runs a reference host until its channel closes."""
     torch.set_num_threads(start.threads)
-    serve_ops(channel, Session(start).handlers())
+    serve_ops(channel, Session(start).handlers(), awake=("release",))

@@ -26,7 +26,7 @@ def child_main(channel: Channel, start: Start) -> None:
     torch.set_num_threads(start.threads)
     candidate = Candidate(channel)
     own = {"load": candidate.load, "run": candidate.run, "ready": candidate.ready, "trace": candidate.trace}
-    serve_ops(channel, {"hello": start.hello, **own})
+    serve_ops(channel, {"hello": start.hello, **own}, awake=("ready",))
 
 
 def _keep_said() -> None:

@@ -11,8 +11,10 @@ import array
 import json
 import mmap
 import os
+import select
 import socket
 import struct
+import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -22,6 +24,9 @@ MAX_BYTES = 64 << 20
 MAX_FDS = 250
 """Most descriptors in one frame."""
 PAGE = 4096
+
+AWAKE = 0.05
+"""Seconds that an end which must answer at once looks for the next frame before it sleeps: waking up takes as long as many a kernel."""
 
 Message = dict[str, Any]
 
@@ -121,6 +126,14 @@ class Channel:
             raise
         return body, fds
 
+    def stay_awake(self, seconds: float = AWAKE) -> None:
+        """Returns when something has come, or after `seconds`; never sleeps meanwhile."""
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        end = time.monotonic() + seconds
+        while not poll.poll(0) and time.monotonic() < end:
+            pass
+
     def call(self, body: Message, fds: Sequence[int] = ()) -> tuple[Message, list[int]]:
         """Sends a request and waits for its reply."""
         self.send(body, fds)
@@ -153,15 +166,20 @@ Reply = Message | tuple[Message, Sequence[int]]
 Handler = Callable[[Message, list[int]], Reply]
 
 
-def serve_ops(channel: Channel, handlers: dict[str, Handler], final: Iterable[str] = ("close",)) -> None:
-    """Answers requests until end of file or an op of `final` has been answered.
+def serve_ops(
+    channel: Channel, handlers: dict[str, Handler], final: Iterable[str] = ("close",), awake: Iterable[str] = ()
+) -> None:
+    """Answers requests until end of file or an op of `final` has been answered. After one of `awake` it does not sleep at first.
 
     A handler takes the request and its descriptors (which become its own) and returns the reply without `"ok"`, or
     reply and descriptors (closed here once sent). `Refused` becomes its reply; `MemoryError` code `memory`; any other
     exception code `exception` with its type. An op in `final` without a handler is answered with `{"ok": true}`.
     """
-    ends = frozenset(final)
+    ends, timed = frozenset(final), frozenset(awake)
+    op: Any = None
     while True:
+        if op in timed:
+            channel.stay_awake()
         try:
             request, fds = channel.receive()
         except Closed:

@@ -451,6 +451,24 @@ impl<'a> Process<'a> {
         // here is of no use to it.
         child.ask(&json!({"op": "ready"}), &[], limit).map_err(|e| failure(e, CALL, &child.said()))?;
         tell(session, &json!({"op": "release", "slot": slot}))?;
+        child.stay_awake(true);
+        session.host.stay_awake(true);
+        let timed = Self::handed_over(session, child, slot, from, limit);
+        session.host.stay_awake(false);
+        child.stay_awake(false);
+        let timed = timed?;
+        tell(session, &json!({"op": "returned", "slot": slot}))?;
+        Ok(timed)
+    }
+
+    /// What is timed on a card: a call, and the copy of what it returned.
+    fn handed_over(
+        session: &mut Session,
+        child: &mut Forked,
+        slot: usize,
+        from: u64,
+        limit: Duration,
+    ) -> Result<(Called, f64, f64), Stop> {
         let start = Instant::now();
         let (called, answered) = Self::call_running(child, limit)?;
         let outputs: Vec<Value> = called.outputs.iter().map(|o| o.wire(None, from, u64::MAX >> 1)).collect();
@@ -458,7 +476,6 @@ impl<'a> Process<'a> {
         let copied = session.host.ask(&body, &[], MINUTES).map_err(|e| unlike(session, e));
         let wall = start.elapsed().as_secs_f64() * 1e6;
         copied?;
-        tell(session, &json!({"op": "returned", "slot": slot}))?;
         Ok((called, wall, wall - answered))
     }
 
