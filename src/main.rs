@@ -34,6 +34,20 @@ enum Subcommands {
     Run(Run),
     /// Judges a candidate for a task: correct? how much faster?
     Judge(Judge),
+    /// Shows what a GPU's hardware counts in each kernel of a candidate, or of the reference; needs NVIDIA's ncu
+    Counters {
+        /// Task file in KernelBench's form
+        #[arg(long, value_name = "FILE")]
+        task: PathBuf,
+        /// Folder with model_new.py and kernels/; the reference's kernels are counted if nothing is said
+        #[arg(long, value_name = "DIR")]
+        candidate: Option<PathBuf>,
+        /// Arithmetic of the reference
+        #[arg(long, value_enum, default_value_t = PrecisionWord::Reference)]
+        precision: PrecisionWord,
+        #[command(flatten)]
+        output: Format,
+    },
     /// Task files: check and write them
     #[command(subcommand)]
     Task(Task),
@@ -323,6 +337,16 @@ enum PrecisionWord {
     Half,
 }
 
+impl PrecisionWord {
+    const fn get(self) -> judge::Precision {
+        match self {
+            Self::Reference => judge::Precision::Reference,
+            Self::Tf32 => judge::Precision::Tf32,
+            Self::Half => judge::Precision::Half,
+        }
+    }
+}
+
 #[derive(Clone, Copy, ValueEnum)]
 enum ToleranceWord {
     Contract,
@@ -507,6 +531,9 @@ fn dispatch(command: Subcommands) -> Result<u8, Failure> {
                 force,
             })
         }
+        Subcommands::Counters { task, candidate, precision, output } => {
+            commands::counters(&task, candidate.as_deref(), precision.get(), output.get())
+        }
         Subcommands::Export { result, package } => commands::export(&result, &package),
         Subcommands::Replay { trajectory, full } => commands::replay(&trajectory, full),
         Subcommands::Results { job, namespace, folder } => {
@@ -569,11 +596,7 @@ fn judge_arguments(judge: Judge) -> commands::JudgeArguments {
             PathWord::Auto => judge::PathChoice::Auto,
         }),
         enforced: judge.minimum_grade == GradeWord::Enforced,
-        precision: match judge.precision {
-            PrecisionWord::Reference => judge::Precision::Reference,
-            PrecisionWord::Tf32 => judge::Precision::Tf32,
-            PrecisionWord::Half => judge::Precision::Half,
-        },
+        precision: judge.precision.get(),
         tolerance: match judge.tolerance {
             ToleranceWord::Contract => judge::Tolerance::Contract,
             ToleranceWord::Kernelbench => judge::Tolerance::Kernelbench,

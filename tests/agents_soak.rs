@@ -21,7 +21,8 @@ use kernelfleet::agent::rules::End;
 use kernelfleet::agent::trajectory::{self, What};
 use kernelfleet::gateway::chat::Sampling;
 use kernelfleet::gateway::{Gateway, Settings};
-use kernelfleet::judge::verdict::LaunchEvidence;
+use kernelfleet::judge::counters::Kernel;
+use kernelfleet::judge::verdict::{LaunchEvidence, Reason};
 use kernelfleet::judge::{Candidate, Device, TaskSource, Verdict};
 use kernelfleet::sandbox::client::{Options, Sandbox};
 use serde_json::json;
@@ -38,6 +39,9 @@ impl Assessor for Nobody {
         Err(Unjudged("no judge".into()))
     }
     fn verify(&mut self, _: &Candidate) -> Result<Verdict, Unjudged> {
+        Err(Unjudged("no judge".into()))
+    }
+    fn counters(&mut self, _: Option<&Candidate>) -> Result<Result<Vec<Kernel>, Reason>, Unjudged> {
         Err(Unjudged("no judge".into()))
     }
     fn profile(&mut self, _: &Candidate) -> Result<Verdict, Unjudged> {

@@ -17,6 +17,7 @@ use serde_json::{Value, json};
 use super::report;
 use super::trajectory::{Recorder, What};
 use crate::judge::cache::digest;
+use crate::judge::counters::Kernel;
 use crate::judge::verdict::{LaunchEvidence, Reason};
 use crate::judge::{Candidate, Verdict};
 
@@ -64,6 +65,11 @@ pub trait Assessor: Send {
     /// # Errors
     /// As `compile`.
     fn reference(&mut self) -> Result<Vec<LaunchEvidence>, Unjudged>;
+    /// Hardware counters of a candidate's launches, or of the reference's kernels; why there are none.
+    ///
+    /// # Errors
+    /// As `compile`.
+    fn counters(&mut self, candidate: Option<&Candidate>) -> Result<Result<Vec<Kernel>, Reason>, Unjudged>;
     /// The final judgement of the best candidate, under fresh seeds. `last` is what the workspace holds at the end.
     ///
     /// # Errors
@@ -93,6 +99,9 @@ enum Op {
     Verify,
     Profile,
     Reference,
+    /// Of the candidate; of the reference.
+    Counters,
+    ReferenceCounters,
 }
 
 impl Op {
@@ -102,6 +111,8 @@ impl Op {
             Self::Verify => "verify",
             Self::Profile => "profile",
             Self::Reference => "reference",
+            Self::Counters => "counters",
+            Self::ReferenceCounters => "reference_counters",
         }
     }
 }
@@ -268,7 +279,7 @@ impl<'a> Desk<'a> {
     fn answer(&self, request: Request) -> Reply {
         let op = request.op;
         let candidate = match op {
-            Op::Reference => None,
+            Op::Reference | Op::ReferenceCounters => None,
             _ => match candidate(request.files) {
                 Ok(candidate) => Some(candidate),
                 Err(text) => return Reply { text, status: 2, answer: Value::Null },
@@ -314,6 +325,7 @@ impl<'a> Desk<'a> {
 
     fn judge(&self, op: Op, candidate: Option<&Candidate>) -> Result<Reply, Unjudged> {
         let mut assessor = lock(&self.assessor);
+        let given = candidate;
         let none = Candidate::default();
         let candidate = candidate.unwrap_or(&none);
         let reply = match op {
@@ -340,6 +352,16 @@ impl<'a> Desk<'a> {
                 let answer = json!({"launches": launches});
                 Reply { text: report::reference(&launches), status: 0, answer }
             }
+            Op::Counters | Op::ReferenceCounters => match assessor.counters(given)? {
+                Ok(kernels) => {
+                    let answer = json!({"kernels": kernels});
+                    Reply { text: report::counted(&kernels, given.is_none()), status: 0, answer }
+                }
+                Err(reason) => {
+                    let answer = json!({"reason": reason});
+                    Reply { text: report::refused(&reason), status: 1, answer }
+                }
+            },
         };
         *lock(&self.standing) = assessor.standing();
         Ok(reply)

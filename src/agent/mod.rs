@@ -9,7 +9,7 @@ mod conversation;
 pub mod desk;
 pub mod episode;
 pub mod kit;
-mod report;
+pub mod report;
 pub mod rules;
 pub mod tools;
 pub mod trajectory;

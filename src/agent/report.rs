@@ -5,6 +5,7 @@
 use std::fmt::Write;
 
 use crate::judge::Verdict;
+use crate::judge::counters::Kernel;
 use crate::judge::verdict::{FASTER, Interval, LaunchEvidence, Measurement, Reason};
 
 fn time(us: f64) -> String {
@@ -145,4 +146,53 @@ pub fn reference(all: &[LaunchEvidence]) -> String {
         return "the reference could not be profiled here\n".into();
     }
     format!("the reference (eager PyTorch) runs:\n{}", launches(all))
+}
+
+/// Counters of kernels, with what their warps wait for most.
+pub fn counted(kernels: &[Kernel], reference: bool) -> String {
+    let whose = if reference { "the reference (eager PyTorch) runs" } else { "kernels of one run" };
+    let mut text = format!("{whose}, counted by ncu with cold caches (times are a verdict's to say):\n");
+    for kernel in kernels {
+        let _ = writeln!(text, "  {}  grid {} block {}", kernel.name, kernel.grid, kernel.block);
+        let of = |name: &str| kernel.counters.get(name).copied();
+        let mut lines = Vec::new();
+        let percent = [
+            ("compute_percent", "of its arithmetic"),
+            ("memory_percent", "of its memory system"),
+            ("dram_percent", "of the card's memory"),
+            ("occupancy_percent", "of all warps at work"),
+            ("issue_percent", "of cycles issue"),
+            ("tensor_percent", "of tensor cores"),
+            ("l1_hit_percent", "hits in L1"),
+            ("l2_hit_percent", "hits in L2"),
+            ("load_efficiency_percent", "of loaded sectors used"),
+            ("store_efficiency_percent", "of stored sectors used"),
+        ];
+        let shares = percent.iter().filter_map(|(name, what)| Some(format!("{:.0} % {what}", of(name)?)));
+        lines.push(shares.collect::<Vec<_>>().join(", "));
+        let mut facts = Vec::new();
+        if let Some(ns) = of("time_ns") {
+            facts.push(time(ns / 1e3));
+        }
+        if let (Some(read), Some(written)) = (of("dram_read_bytes"), of("dram_write_bytes")) {
+            facts.push(format!("{:.2} MB read, {:.2} MB written", read / 1e6, written / 1e6));
+        }
+        if let Some(conflicts) = of("shared_conflicts").filter(|c| *c > 0.0) {
+            facts.push(format!("{conflicts:.0} bank conflicts"));
+        }
+        if let Some(instructions) = of("instructions") {
+            facts.push(format!("{instructions:.0} instructions"));
+        }
+        lines.push(facts.join(", "));
+        let mut stalls: Vec<(&String, &f64)> = kernel.stalls.iter().collect();
+        stalls.sort_by(|a, b| b.1.total_cmp(a.1));
+        let worst: Vec<String> = stalls.iter().take(3).map(|(what, cycles)| format!("{what} {cycles:.1}")).collect();
+        if !worst.is_empty() {
+            lines.push(format!("cycles waited for each instruction: {}", worst.join(", ")));
+        }
+        for line in lines.iter().filter(|l| !l.is_empty()) {
+            let _ = writeln!(text, "    {line}");
+        }
+    }
+    text
 }

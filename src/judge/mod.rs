@@ -7,6 +7,7 @@ mod batch;
 pub mod build;
 pub mod cache;
 mod confinement;
+pub mod counters;
 mod device;
 mod evaluate;
 pub mod leash;

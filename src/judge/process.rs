@@ -62,7 +62,7 @@ pub struct Zygote {
 }
 
 /// Sends a request and takes `ok` apart.
-fn ask(
+pub(super) fn ask(
     role: &str,
     channel: &mut Channel,
     body: &Value,

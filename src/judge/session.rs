@@ -14,6 +14,7 @@ use super::build::extension::Framework;
 use super::build::{Builder, Built};
 use super::cache::{BASELINE, Baseline, Cache, digest};
 use super::confinement;
+use super::counters::Kernel;
 use super::leash::Leash;
 use super::process::{self, Forked, Zygote, python_command};
 use super::turns::{self, Turns};
@@ -690,7 +691,7 @@ impl Judge {
         })
     }
 
-    fn open_request(&self, task: &TaskSource, slots: usize) -> Value {
+    pub(super) fn open_request(&self, task: &TaskSource, slots: usize) -> Value {
         let precision = match self.options.precision {
             Precision::Reference => "reference",
             Precision::Tf32 => "tf32",
@@ -800,6 +801,17 @@ impl Session {
         };
         serde_json::from_value(frame.body["launches"].clone())
             .map_err(|e| Error::Fault(format!("the reference host described its profile badly: {e}")))
+    }
+
+    /// Hardware counters of a candidate's launches, or of the reference's kernels where none is given; why there are none.
+    ///
+    /// # Errors
+    /// `Request` when the task can't be run, `Fault` when the judge is at fault.
+    pub fn counters(&mut self, candidate: Option<&Candidate>) -> Result<Result<Vec<Kernel>, Reason>, Error> {
+        match candidate {
+            Some(candidate) => evaluate::counted::candidate(self, candidate),
+            None => evaluate::counted::reference(self),
+        }
     }
 
     /// Judges one candidate.

@@ -63,6 +63,8 @@ pub struct Toolchain {
     /// `agent-image/` of this program: `python/`, `include/`, `export/`.
     pub agent_image: PathBuf,
     pub nvcc: Option<Nvcc>,
+    /// NVIDIA's Nsight Compute, for counters; without it there are none.
+    pub ncu: Option<PathBuf>,
     /// `c++`, for the CPU device.
     pub cxx: Option<PathBuf>,
     pub libraries: CudaLibraries,

@@ -19,6 +19,7 @@ use super::progress::Progress;
 use super::run::{Settings, Trouble};
 use super::summary::summarise;
 use super::{candidate, choose, doctor, export, render, run};
+use crate::agent::report;
 use crate::api::job::{self, OptimizationJob};
 use crate::api::manifest::{self, Manifest};
 use crate::judge::{
@@ -230,6 +231,28 @@ pub fn judge(arguments: &JudgeArguments) -> Result<(), Failure> {
             print(arguments.output, &value, || render::batch(&task.name, &verdicts))
         }
     }
+}
+
+/// `kernelfleet counters`: of a candidate's kernels, or of the reference's.
+///
+/// # Errors
+/// `Request` where nothing can be counted, `Fault` when the judge failed.
+pub fn counters(task: &Path, folder: Option<&Path>, precision: Precision, output: Output) -> Result<(), Failure> {
+    let tasks = source::find(&[task.to_owned()], None).map_err(Failure::request)?;
+    let [found] = tasks.as_slice() else {
+        let text = format!("{} names {} tasks, one task file is wanted", task.display(), tasks.len());
+        return Err(Failure::Request(text));
+    };
+    let task = TaskSource { name: found.name.clone(), path: found.path.clone(), source: found.source.clone() };
+    let candidate = folder.map(candidate::read).transpose().map_err(Failure::request)?;
+    let environment = ready(Device::Cuda)?;
+    refuse_by_syntax(&task, &environment)?;
+    let failed = |e: judge::Error| Failure::from(Trouble::from(e));
+    let options = Options { device: Device::Cuda, path: PathChoice::Plan, precision, ..Options::default() };
+    let judge = Judge::start(&environment.toolchain, options, slice()).map_err(failed)?;
+    let kernels = judge.open(&task).map_err(failed)?.counters(candidate.as_ref()).map_err(failed)?;
+    let kernels = kernels.map_err(|reason| Failure::Request(report::refused(&reason).trim_end().to_owned()))?;
+    print(output, &kernels, || report::counted(&kernels, candidate.is_none()))
 }
 
 /// Which path candidates take; none whose verdicts wouldn't count.

@@ -9,6 +9,7 @@ use serde_json::Value;
 
 use super::run::{Bench, Court, Trouble};
 use crate::api::job;
+use crate::judge::counters::Kernel;
 use crate::judge::verdict::{LaunchEvidence, Reason};
 use crate::judge::{
     self, Candidate, Device, Effort, Judge, Options, PathChoice, Precision, TaskSource, Tolerance, Verdict,
@@ -110,6 +111,10 @@ impl Bench for Open {
 
     fn reference(&mut self) -> Result<Vec<LaunchEvidence>, Trouble> {
         Ok(self.0.reference()?)
+    }
+
+    fn counters(&mut self, candidate: Option<&Candidate>) -> Result<Result<Vec<Kernel>, Reason>, Trouble> {
+        Ok(self.0.counters(candidate)?)
     }
 }
 

@@ -104,6 +104,16 @@ pub fn examine(environment: &Result<Environment, Error>) -> Report {
     } else {
         limited("gpu", "no NVIDIA card: the cpu device only".into(), "nothing to do, or use a machine with a card")
     });
+    if let (Ok(e), true) = (environment, usable) {
+        findings.push(match &e.toolchain.ncu {
+            Some(path) => ok("ncu", path.display().to_string()),
+            None => limited(
+                "ncu",
+                "no ncu: no hardware counters of kernels".into(),
+                "install Nsight Compute, or name its program with KERNELFLEET_NCU",
+            ),
+        });
+    }
     findings.extend(isolation(Probe::here()));
     findings.extend(resources());
     let mut devices = Vec::new();

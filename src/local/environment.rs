@@ -121,6 +121,7 @@ pub fn discover() -> Result<Environment, Error> {
         python_read,
         agent_image,
         nvcc,
+        ncu: ncu()?,
         cxx,
         cache,
         program,
@@ -245,6 +246,15 @@ fn nvcc(python: &PythonFacts) -> Result<Option<Nvcc>, Error> {
         let read = tree.parent().and_then(Path::parent).map(Path::to_path_buf).into_iter().collect();
         Nvcc { path, args: Vec::new(), read }
     }))
+}
+
+/// NVIDIA's Nsight Compute; `KERNELFLEET_NCU=off` is as if it weren't there.
+fn ncu() -> Result<Option<PathBuf>, Error> {
+    if std::env::var_os("KERNELFLEET_NCU").is_some_and(|given| given == "off") {
+        return Ok(None);
+    }
+    let usual = || Some(PathBuf::from("/usr/local/cuda/bin/ncu")).filter(|p| p.is_file());
+    Ok(override_file("KERNELFLEET_NCU")?.or_else(|| on_path("ncu")).or_else(usual))
 }
 
 fn libraries(python: &PythonFacts) -> CudaLibraries {

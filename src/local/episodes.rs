@@ -13,7 +13,8 @@ use crate::agent::episode::{self, Ended, Limits, Setting, Socket, reaches_goal};
 use crate::agent::kit::Brief;
 use crate::agent::trajectory::Line;
 use crate::api::job::{Baseline, Target};
-use crate::judge::verdict::LaunchEvidence;
+use crate::judge::counters::Kernel;
+use crate::judge::verdict::{LaunchEvidence, Reason};
 use crate::judge::{Candidate, Device, Effort, Verdict};
 use crate::sandbox::workspace::{Error as SandboxError, Workspace};
 
@@ -169,6 +170,11 @@ impl Assessor for Attempts<'_, '_> {
 
     fn reference(&mut self) -> Result<Vec<LaunchEvidence>, Unjudged> {
         let done = self.work.reference();
+        self.told(done)
+    }
+
+    fn counters(&mut self, candidate: Option<&Candidate>) -> Result<Result<Vec<Kernel>, Reason>, Unjudged> {
+        let done = self.work.counters(candidate);
         self.told(done)
     }
 

@@ -20,6 +20,7 @@ use super::progress::Progress;
 use super::summary::{Outcome, State};
 use crate::agent::trajectory::Tail;
 use crate::api::job::{Baseline, Target};
+use crate::judge::counters::Kernel;
 use crate::judge::verdict::{LaunchEvidence, Measurement, PROCEDURE, Reason, Verdict};
 use crate::judge::{Candidate, Effort, TaskSource};
 use crate::task::graph::Graph;
@@ -80,6 +81,11 @@ pub trait Bench: Send {
     /// # Errors
     /// When it can't be run.
     fn reference(&mut self) -> Result<Vec<LaunchEvidence>, Trouble>;
+    /// Hardware counters of a candidate's launches, or of the reference's kernels; why there are none.
+    ///
+    /// # Errors
+    /// When that could not be tried.
+    fn counters(&mut self, candidate: Option<&Candidate>) -> Result<Result<Vec<Kernel>, Reason>, Trouble>;
 }
 
 /// Writes candidates.
@@ -490,6 +496,14 @@ impl Work<'_> {
         self.bench.reference()
     }
 
+    /// As `Bench::counters`.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn counters(&mut self, candidate: Option<&Candidate>) -> Result<Result<Vec<Kernel>, Reason>, Trouble> {
+        self.bench.counters(candidate)
+    }
+
     /// Whether a candidate is correct; no attempt, and nothing is kept of it.
     ///
     /// # Errors
@@ -665,6 +679,9 @@ mod tests {
         }
         fn reference(&mut self) -> Result<Vec<LaunchEvidence>, Trouble> {
             Ok(vec![])
+        }
+        fn counters(&mut self, _: Option<&Candidate>) -> Result<Result<Vec<Kernel>, Reason>, Trouble> {
+            Ok(Ok(vec![]))
         }
         fn check(&mut self) -> Result<Vec<String>, Trouble> {
             Ok(if self.1 == "zeros" { vec!["zeros would pass".into()] } else { vec![] })
@@ -869,6 +886,9 @@ mod tests {
         }
         fn reference(&mut self) -> Result<Vec<LaunchEvidence>, Trouble> {
             self.1.reference()
+        }
+        fn counters(&mut self, candidate: Option<&Candidate>) -> Result<Result<Vec<Kernel>, Reason>, Trouble> {
+            self.1.counters(candidate)
         }
     }
 

@@ -11,6 +11,7 @@ use serde_json::Value;
 use tonic::Code;
 
 use super::broker_client::{Broker, Error, ask, chance};
+use crate::judge::counters::Kernel;
 use crate::judge::verdict::{LaunchEvidence, Reason};
 use crate::judge::{Candidate, Effort, TaskSource, Verdict};
 use crate::local::run::{Bench, Court, Trouble};
@@ -166,6 +167,10 @@ impl Bench for Asked<'_> {
 
     fn reference(&mut self) -> Result<Vec<LaunchEvidence>, Trouble> {
         self.0.evaluate(Op::Reference, &[])
+    }
+
+    fn counters(&mut self, candidate: Option<&Candidate>) -> Result<Result<Vec<Kernel>, Reason>, Trouble> {
+        self.0.evaluate(Op::Counters, candidate.map_or(&[], std::slice::from_ref))
     }
 }
 

@@ -453,6 +453,7 @@ fn asked(open: &mut Open, lease: &Lease) -> Result<(String, BTreeMap<String, f64
         Op::Check => json(&open.check()?)?,
         Op::Trace => json(&open.trace()?)?,
         Op::Reference => json(&open.reference()?)?,
+        Op::Counters => json(&open.counters(candidates.first())?)?,
         Op::Compile => json(&open.compile(one()?)?)?,
         op @ (Op::Verify | Op::Screen | Op::Final) => {
             let effort = match op {

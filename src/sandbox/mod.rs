@@ -291,6 +291,17 @@ pub fn descriptor_three(command: &mut Command, end: OwnedFd) {
     }
 }
 
+/// Lets a command run with what processors others leave: for work that nobody's clock is to notice. Before `apply`.
+pub fn in_background(command: &mut Command) {
+    // SAFETY: the closure only calls setpriority, which is async-signal-safe; a refusal leaves all as it was.
+    unsafe {
+        command.pre_exec(|| {
+            libc::setpriority(libc::PRIO_PROCESS, 0, 19);
+            Ok(())
+        });
+    }
+}
+
 fn checked(result: libc::c_int) -> io::Result<()> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }

@@ -1,6 +1,7 @@
-"""Asks the judge how fast ModelNew is and what its time is spent on: python3 utils/profiling.py [--reference] [--json]
+"""Asks the judge how fast ModelNew is and what its time is spent on: python3 utils/profiling.py [--reference] [--counters] [--json]
 
 --reference: what the reference (eager PyTorch) runs instead.
+--counters: a GPU's hardware counters of each kernel (of ModelNew, or of the reference) instead of speedups.
 
 Only sends the sources; the judgement is made elsewhere. Exit status 0 correct, 1 not correct, 2 or 3 not judged.
 """
@@ -10,7 +11,14 @@ import os
 import socket
 import sys
 
-OP = "reference" if "--reference" in sys.argv else "profile"
+REFERENCE = "--reference" in sys.argv
+COUNTERS = "--counters" in sys.argv
+OP = {
+    (False, False): "profile",
+    (False, True): "counters",
+    (True, False): "reference",
+    (True, True): "reference_counters",
+}[REFERENCE, COUNTERS]
 
 
 def sources() -> dict[str, str]:
@@ -42,7 +50,7 @@ def ask(request: dict) -> dict:
 def main() -> int:
     """Prints the answer."""
     try:
-        reply = ask({"op": OP, "files": {} if OP == "reference" else sources()})
+        reply = ask({"op": OP, "files": {} if REFERENCE else sources()})
     except (OSError, KeyError, ValueError) as error:
         print(f"the judge can't be asked: {error}")
         return 3

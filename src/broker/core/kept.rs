@@ -18,6 +18,7 @@ pub enum Op {
     Check,
     Trace,
     Reference,
+    Counters,
     Compile,
     Verify,
     Screen,
@@ -25,8 +26,16 @@ pub enum Op {
 }
 
 impl Op {
-    pub const ALL: [Self; 7] =
-        [Self::Check, Self::Trace, Self::Reference, Self::Compile, Self::Verify, Self::Screen, Self::Final];
+    pub const ALL: [Self; 8] = [
+        Self::Check,
+        Self::Trace,
+        Self::Reference,
+        Self::Counters,
+        Self::Compile,
+        Self::Verify,
+        Self::Screen,
+        Self::Final,
+    ];
 
     /// The word that the ledger uses.
     #[must_use]
@@ -35,6 +44,7 @@ impl Op {
             Self::Check => "check",
             Self::Trace => "trace",
             Self::Reference => "reference",
+            Self::Counters => "counters",
             Self::Compile => "compile",
             Self::Verify => "verify",
             Self::Screen => "screen",

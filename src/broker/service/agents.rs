@@ -61,6 +61,7 @@ pub(super) const fn op(op: WireOp) -> Option<Op> {
         WireOp::Check => Some(Op::Check),
         WireOp::Trace => Some(Op::Trace),
         WireOp::Reference => Some(Op::Reference),
+        WireOp::Counters => Some(Op::Counters),
         WireOp::Compile => Some(Op::Compile),
         WireOp::Verify => Some(Op::Verify),
         WireOp::Screen => Some(Op::Screen),
@@ -100,6 +101,7 @@ fn check_candidate(number: usize, candidate: &Candidate) -> Result<Vec<u8>, Stat
 fn check_ask(op: Op, candidates: usize) -> Result<(), Status> {
     let (least, most) = match op {
         Op::Check | Op::Trace | Op::Reference => (0, 0),
+        Op::Counters => (0, 1),
         Op::Compile => (1, 1),
         Op::Verify | Op::Screen | Op::Final => (1, MOST_CANDIDATES),
     };

@@ -49,6 +49,7 @@ impl JudgeService {
             Op::Check => WireOp::Check,
             Op::Trace => WireOp::Trace,
             Op::Reference => WireOp::Reference,
+            Op::Counters => WireOp::Counters,
             Op::Compile => WireOp::Compile,
             Op::Verify => WireOp::Verify,
             Op::Screen => WireOp::Screen,

@@ -12,6 +12,7 @@ fn toolchain(cache: &Path) -> Toolchain {
         Nvcc { path, args: vec![], read: vec![tree.parent().unwrap().parent().unwrap().to_owned()] }
     });
     Toolchain {
+        ncu: None,
         python: PathBuf::new(),
         python_read: vec![],
         agent_image: Path::new(env!("CARGO_MANIFEST_DIR")).join("agent-image"),

@@ -7,6 +7,7 @@
 pub(super) mod ahead;
 mod constants;
 mod correct;
+pub(super) mod counted;
 mod evidence;
 mod images;
 mod measure;

@@ -97,16 +97,32 @@ pub(super) fn load_plan(
     more: bool,
     evidence: &mut Evidence,
 ) -> Result<Run, Stop> {
-    let judge = Arc::clone(&session.fixed.judge);
-    let cpu = judge.options.device == Device::Cpu;
-    let plan = &recording.plan;
-    let needs_helper = cpu && plan.nodes.iter().any(|n| matches!(n.op, Op::Library(_)));
-    let fault = |what: &str, e: &dyn std::fmt::Display| Stop::Error(Error::Fault(format!("{what}: {e}")));
-    let (runner, isolation) = ahead::take(session, needs_helper)?;
+    let (runner, isolation) = ahead::take(session, needs_helper(session, &recording.plan))?;
     evidence.isolation.extend(isolation);
     if more {
         ahead::prepare(session);
     }
+    load_into(session, runner, recording, images)
+}
+
+/// Whether library calls run in a process beside the runner.
+fn needs_helper(session: &Session, plan: &Plan) -> bool {
+    let cpu = session.fixed.judge.options.device == Device::Cpu;
+    cpu && plan.nodes.iter().any(|n| matches!(n.op, Op::Library(_)))
+}
+
+/// Gives a plan to a runner that has none.
+pub(super) fn load_into(
+    session: &mut Session,
+    runner: Runner,
+    recording: &Recording,
+    images: &[build::Built],
+) -> Result<Run, Stop> {
+    let judge = Arc::clone(&session.fixed.judge);
+    let cpu = judge.options.device == Device::Cpu;
+    let plan = &recording.plan;
+    let needs_helper = needs_helper(session, plan);
+    let fault = |what: &str, e: &dyn std::fmt::Display| Stop::Error(Error::Fault(format!("{what}: {e}")));
     let mut run = Run {
         runner,
         cpu,

@@ -146,16 +146,34 @@ impl Runner {
     /// # Errors
     /// `Io` when the process can't be started.
     pub fn spawn(program: &Path, device: Device, configure: impl FnOnce(&mut Command)) -> Result<Self, Error> {
-        let (channel, theirs) = Channel::pair().map_err(|e| io("making a runner's socket", e))?;
         let mut command = Command::new(program);
         command.arg(match device {
             Device::Cpu => CPU_COMMAND,
             Device::Cuda => CUDA_COMMAND,
         });
+        Self::start(command, device, configure)
+    }
+
+    /// Starts `program` as a runner of a card under another one, `counter`, that ends when it does.
+    ///
+    /// # Errors
+    /// As `spawn`.
+    pub fn spawn_under(
+        mut counter: Command,
+        program: &Path,
+        configure: impl FnOnce(&mut Command),
+    ) -> Result<Self, Error> {
+        counter.arg(program).arg(CUDA_COMMAND);
+        Self::start(counter, Device::Cuda, configure)
+    }
+
+    fn start(mut command: Command, device: Device, configure: impl FnOnce(&mut Command)) -> Result<Self, Error> {
+        let (channel, theirs) = Channel::pair().map_err(|e| io("making a runner's socket", e))?;
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         process::descriptor_three(&mut command, theirs.into());
         configure(&mut command);
-        let child = command.spawn().map_err(|e| io(&format!("starting {} as a runner", program.display()), e))?;
+        let child =
+            command.spawn().map_err(|e| io(&format!("starting {} as a runner", command.get_program().display()), e))?;
         // The command owns the child's end: while it lived, the end of the child would not close the socket.
         drop(command);
         let member = Leash::join(i32::try_from(child.id()).unwrap_or(0), None);
@@ -300,6 +318,14 @@ impl Runner {
         self.ask::<Value>("attribute", json!({"slot": slot, "seed": seed}), &[], timeout).map(|_| ())
     }
 
+    /// CUDA: runs node by node between start and stop of the profiler that the runner is started under, if any.
+    ///
+    /// # Errors
+    /// As [`Error`].
+    pub fn observe(&mut self, slot: usize, seed: u64, timeout: Duration) -> Result<(), Error> {
+        self.ask::<Value>("observe", json!({"slot": slot, "seed": seed}), &[], timeout).map(|_| ())
+    }
+
     /// CUDA: loads the modules anew, so that no global of the device survives from one block into the next.
     ///
     /// # Errors
@@ -408,6 +434,19 @@ impl Runner {
     pub fn close(mut self) {
         let _ = self.ask::<Value>("close", json!({}), &[], Duration::from_secs(2));
         self.kill();
+    }
+
+    /// Asks the runner to end and waits until it and what it was started under have; whether they did in time.
+    pub fn end(mut self, timeout: Duration) -> bool {
+        let _ = self.ask::<Value>("close", json!({}), &[], Duration::from_secs(2));
+        let end = Instant::now() + timeout;
+        while Instant::now() < end {
+            if let Ok(Some(_)) = self.state(libc::WEXITED | libc::WNOWAIT) {
+                return true;
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        false
     }
 
     fn signal(&self, signal: i32) -> std::io::Result<()> {

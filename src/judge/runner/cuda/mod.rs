@@ -130,6 +130,11 @@ impl Cuda {
                 self.loaded.as_mut().ok_or_else(loaded)?.attribute(bench, slot, seed)?;
                 Ok(Reply::default())
             }
+            "observe" => {
+                let SlotBody { slot, seed } = parse(body)?;
+                self.loaded.as_mut().ok_or_else(loaded)?.observe(bench, slot, seed)?;
+                Ok(Reply::default())
+            }
             "profile" => {
                 let CountBody { slot, count } = parse(body)?;
                 let times = self.loaded.as_mut().ok_or_else(loaded)?.profile(bench, slot, count.clamp(1, 1000))?;
@@ -586,6 +591,22 @@ impl Loaded {
             bench.context.wait("running a node").map_err(|fault| self.named(fault, node))?;
         }
         Ok(())
+    }
+
+    /// As `attribute`, where a profiler looks that this process was started under.
+    fn observe(&mut self, bench: &Bench, slot: usize, seed: u64) -> Result<(), Fault> {
+        self.map_slot(bench, slot)?;
+        self.poison(bench, seed)?;
+        bench.context.wait("poisoning")?;
+        // SAFETY: takes nothing; without a profiler it does nothing.
+        check(unsafe { sys::cuProfilerStart() }, "starting the profiler")?;
+        let done = (0..self.actions.len()).try_for_each(|node| {
+            self.issue(bench, node)?;
+            bench.context.wait("running a node").map_err(|fault| self.named(fault, node))
+        });
+        // SAFETY: as above.
+        check(unsafe { sys::cuProfilerStop() }, "stopping the profiler")?;
+        done
     }
 
     fn profile(&mut self, bench: &Bench, slot: usize, count: usize) -> Result<Vec<NodeTime>, Fault> {
