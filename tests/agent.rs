@@ -211,7 +211,7 @@ fn a_good_episode_reads_writes_mends_profiles_and_solves_its_task() {
             json!({"file_path": "kernels/chain.cpp", "edits": [
             {"old_string": "0.76f", "new_string": "0.77f"}, {"old_string": "0.77f", "new_string": "0.75f"}]}),
         ),
-        bash("python3 utils/profiling.py"),
+        bash("python3 utils/profiling.py && python3 utils/profiling.py --counters"),
         call("Write", json!({"file_path": "kernels/chain.cpp", "content": KERNEL})),
         call("Grep", json!({"pattern": "simd", "output_mode": "content", "path": "kernels"})),
         call("Glob", json!({"pattern": "kernels/*.cpp"})),
@@ -242,6 +242,7 @@ fn a_good_episode_reads_writes_mends_profiles_and_solves_its_task() {
     assert!(texts[10].contains("OK: recorded and built") && texts[10].contains("CORRECT on"), "{}", texts[10]);
     assert!(texts[12].contains("FAILED [mismatch]") && texts[12].contains("is off by"), "{}", texts[12]);
     assert!(texts[14].contains("CORRECT, reward"), "{}", texts[14]);
+    assert!(texts[14].contains("[no_counters]") && texts[14].contains("on the CPU there are none"), "{}", texts[14]);
     assert!(texts[16].starts_with("kernels/chain.cpp:11:#pragma omp simd"), "{}", texts[16]);
     assert_eq!(texts[17], "kernels/chain.cpp");
     assert!(texts[18].contains("CORRECT, reward") && texts[18].contains("chain: "), "{}", texts[18]);
@@ -252,7 +253,7 @@ fn a_good_episode_reads_writes_mends_profiles_and_solves_its_task() {
         }
     }
     let ops: Vec<String> = judged(&lines).into_iter().map(|j| j.0).collect();
-    assert_eq!(ops, ["reference", "compile", "compile", "verify", "verify", "profile", "profile", "final"]);
+    assert_eq!(ops, ["reference", "compile", "compile", "verify", "verify", "profile", "counters", "profile", "final"]);
 
     // The results folder is what a sweep's is, with the trajectory; the key is in none of it.
     let folder = home.path("results/job/chain");

@@ -198,13 +198,14 @@ pub(super) fn runner(toolchain: &Toolchain, device: Device, beside_helper: bool)
 
 /// What is counted under `ncu`, as it is otherwise, with what that program needs: its own folders, and no filter of system
 /// calls, since it talks over sockets and shared memory to what it counts. Where the driver lets only administrators count, no
-/// user of its own either.
+/// user of its own either: nothing that holds hostile host code may run so.
 pub(super) fn counted(inner: Confinement, ncu: &Path, scratch: &Path) -> Confinement {
     let Confinement { mut read, mut write, mut env, mut user, .. } = inner;
     let folders = ["/etc", "/opt/nvidia", "/usr/local/cuda", "/proc", "/sys"].map(PathBuf::from);
     read.extend(folders.into_iter().filter(|p| p.exists()));
     read.extend(ncu.canonicalize().ok().as_deref().and_then(Path::parent).map(Path::to_path_buf));
-    write.extend([scratch.to_owned(), PathBuf::from("/dev/shm")]);
+    // In /proc the driver names its threads; a process's own folder there isn't known before it starts.
+    write.extend([scratch.to_owned(), PathBuf::from("/dev/shm"), PathBuf::from("/proc")]);
     let temp = scratch.display().to_string();
     env.extend(["HOME", "TMPDIR"].map(|name| (name.to_owned(), temp.clone())));
     env.entry("PATH".into()).or_insert_with(|| "/usr/bin:/bin".into());

@@ -253,6 +253,32 @@ def cluster(evidence: dict[str, Any]) -> list[str]:
     return text
 
 
+def counters(evidence: dict[str, Any]) -> list[str]:
+    """What the hardware counts."""
+    text = ["## Counters", "", about(evidence), "", "By `ncu`, with cold caches.", ""]
+    text += [
+        "| case | kernels of | kernel | us | arithmetic | memory | occupancy | MB read, written | waits most for |"
+    ]
+    text += ["|---|---|---|---|---|---|---|---|---|"]
+    for row in evidence["result"]["rows"]:
+        for kernel in row["kernels"]:
+            c, stalls = kernel["counters"], kernel["stalls"]
+            most = max(stalls, key=lambda what: stalls[what], default="-")
+            shares = [f"{c.get(k, 0):.0f} %" for k in ("compute_percent", "memory_percent", "occupancy_percent")]
+            moved = ", ".join(f"{c.get(k, 0) / 1e6:.1f}" for k in ("dram_read_bytes", "dram_write_bytes"))
+            figures = [
+                row["case"],
+                row["whose"],
+                f"`{kernel['name'][:60]}`",
+                f"{c.get('time_ns', 0) / 1e3:.1f}",
+                *shares,
+            ]
+            text.append(f"| {' | '.join([*figures, moved, most])} |")
+        if not row["kernels"]:
+            text.append(f"| {row['case']} | {row['whose']} | {row['stderr'][-200:]} | | | | | | |")
+    return text
+
+
 def amount(value: float | None, unit: float, word: str) -> str:
     """A figure that a run may not know."""
     return "-" if value is None else f"{value / unit:.0f} {word}"
@@ -312,6 +338,7 @@ WRITERS = {
     "process": process,
     "check": check,
     "repeat": repeat,
+    "counters": counters,
     "batch": batch,
     "scale": scale,
     "cluster": cluster,

@@ -139,6 +139,12 @@ pub(in crate::judge) fn reference(session: &mut Session) -> Counted {
     std::fs::write(&given.path, &task.source).map_err(|e| fault("the task can't be laid out", &e))?;
     let inner = confinement::host(&judge.toolchain, Device::Cuda, folder.path());
     let confined = confinement::counted(inner, &ncu, folder.path());
+    if confined.user.is_none() {
+        // What its task's Python could reach there as this judge's user is this judge.
+        let why = "a reference is counted under a user of its own alone: the judge must be root, and the driver must let \
+                   everybody count (NVreg_RestrictProfilingToAdminUsers=0)";
+        return Ok(Err(reason("no_counters", why)));
+    }
     confined.own(folder.path()).map_err(|e| fault("no folder for counters", &e))?;
     let path = judge.toolchain.agent_image.join("python");
     let python = python_command(&judge.toolchain.python, "kernelfleet_host.observe", &path, &confined.env);
