@@ -39,6 +39,12 @@ pub fn median(samples: &[f64]) -> Option<f64> {
     (!finite.is_empty()).then(|| median_of(&mut finite))
 }
 
+/// Mean; 0 of nothing.
+#[must_use]
+pub fn mean(samples: &[f64]) -> f64 {
+    samples.iter().sum::<f64>() / samples.len().max(1) as f64
+}
+
 fn resample(samples: &[f64], picks: &[usize], scratch: &mut Vec<f64>) -> f64 {
     scratch.clear();
     scratch.extend(picks.iter().map(|&i| samples[i]));

@@ -5,10 +5,16 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 
 use proptest::prelude::*;
+use proptest::test_runner::FileFailurePersistence;
 
 use super::kept::{Change, Ending, EpisodeState, EvaluationState, Job, JobState, Kept, Op, Registration, Task};
 use super::tally::Tally;
 use super::{Ask, Completion, Core, Granted, Pod, Refused, Settings, Wake};
+
+/// Seeds that once failed are tried first.
+fn found() -> Option<Box<dyn proptest::test_runner::FailurePersistence>> {
+    Some(Box::new(FileFailurePersistence::Direct("tests/regressions/simulation.txt")))
+}
 
 /// splitmix64: a sequence of numbers that a seed decides.
 struct Dice(u64);
@@ -795,7 +801,7 @@ impl World {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 100, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 100, failure_persistence: found(), ..ProptestConfig::default() })]
 
     #[test]
     fn whatever_dies_or_comes_late_no_slices_overlap_and_nothing_is_lost_or_doubled(
@@ -900,7 +906,7 @@ impl Line {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 40, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 40, failure_persistence: found(), ..ProptestConfig::default() })]
 
     #[test]
     fn while_both_wait_shares_of_seconds_are_as_their_weights(

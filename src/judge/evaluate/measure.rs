@@ -169,10 +169,9 @@ fn measure_block(
     }
     if subject.summed() {
         // Work can be moved from one call to another, not out of their sum.
-        let mean = |times: &[f64]| times.iter().sum::<f64>() / times.len().max(1) as f64;
         let least = subject.resolution();
-        let candidate = (mean(&candidate_us) - subject.taken_off()).max(least);
-        (candidate_us, eager_us) = (vec![candidate], vec![mean(&eager_us)]);
+        let candidate = (timing::mean(&candidate_us) - subject.taken_off()).max(least);
+        (candidate_us, eager_us) = (vec![candidate], vec![timing::mean(&eager_us)]);
     }
     evidence.candidate_us.extend(candidate_us);
     evidence.eager_us.extend(eager_us);

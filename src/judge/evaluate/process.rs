@@ -497,7 +497,7 @@ impl<'a> Process<'a> {
         if self.on_cpu() {
             self.nulls.extend(timing::median(&times));
         } else {
-            self.nulls.push(mean(&times));
+            self.nulls.push(timing::mean(&times));
             self.every_null.extend(times);
         }
         Ok(())
@@ -593,10 +593,6 @@ impl Output {
         }
         entry
     }
-}
-
-fn mean(times: &[f64]) -> f64 {
-    times.iter().sum::<f64>() / times.len().max(1) as f64
 }
 
 /// No candidate is to blame for what befalls the one that does nothing.
@@ -862,8 +858,8 @@ impl Subject for Process<'_> {
         // Two standard errors of what is taken off; and the profiler's device time, since a kernel of the empty call's is
         // taken off with it.
         let all = &self.every_null;
-        let centre = mean(all);
-        let variance = mean(&all.iter().map(|x| (x - centre).powi(2)).collect::<Vec<_>>());
+        let centre = timing::mean(all);
+        let variance = timing::mean(&all.iter().map(|x| (x - centre).powi(2)).collect::<Vec<_>>());
         let error = (variance / (all.len().max(1) as f64)).sqrt();
         (2.0 * error).max(1.0).max(self.device_us.unwrap_or(0.0))
     }

@@ -1,6 +1,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use proptest::prelude::*;
+use proptest::test_runner::FileFailurePersistence;
 use serde_json::{Value, json};
 
 use super::*;
@@ -259,7 +260,11 @@ fn in_bounds(plan: &Plan) -> bool {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 4000, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig {
+        cases: 4000,
+        failure_persistence: Some(Box::new(FileFailurePersistence::Direct("tests/regressions/plan.txt"))),
+        ..ProptestConfig::default()
+    })]
 
     #[test]
     fn no_change_of_a_plan_makes_the_gate_panic_or_let_a_byte_out_of_bounds_through(
