@@ -2,6 +2,8 @@
 //!
 //! Knows how to start both under it. Must not know what a counter means; nothing here is part of a verdict.
 
+use std::io::Read;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
@@ -27,6 +29,9 @@ const COUNT: Duration = Duration::from_secs(180);
 /// Longest that the program may take to write down what it counted.
 const WRITE: Duration = Duration::from_secs(60);
 
+/// Most that is read of what it wrote, bytes.
+const MOST_LOG: u64 = 16 << 20;
+
 type Counted = Result<Result<Vec<Kernel>, Reason>, Error>;
 
 /// The program that counts, or why there is none.
@@ -50,7 +55,17 @@ fn folder() -> Result<tempfile::TempDir, Error> {
 
 /// What was counted, from the program's own file.
 fn read(log: &Path) -> Result<Vec<Kernel>, Box<Reason>> {
-    let text = std::fs::read_to_string(log).unwrap_or_default();
+    // Hostile code may write in that folder too: a link, a pipe or a file without end is no log.
+    let taken = || -> std::io::Result<String> {
+        let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_CLOEXEC;
+        let file = std::fs::OpenOptions::new().read(true).custom_flags(flags).open(log)?;
+        let mut text = Vec::new();
+        if file.metadata()?.is_file() {
+            file.take(MOST_LOG).read_to_end(&mut text)?;
+        }
+        Ok(String::from_utf8_lossy(&text).into_owned())
+    };
+    let text = taken().unwrap_or_default();
     counters::parse(&text).map_err(|why| Box::new(reason("no_counters", why)))
 }
 
