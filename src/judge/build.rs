@@ -12,7 +12,6 @@ mod trim;
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::Read;
-use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Component, Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -162,11 +161,7 @@ impl Builder {
     fn keep(&self, job: &Job<'_>, kept: &Path) -> Result<(), BuildError> {
         let folder = self.cache.clone();
         self.compile(job, HEADER, |made| {
-            let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_CLOEXEC;
-            let mut from = fs::OpenOptions::new().read(true).custom_flags(flags).open(made)?;
-            if !from.metadata()?.is_file() {
-                return Err(std::io::Error::other("it is no file"));
-            }
+            let mut from = sandbox::plain_file(made)?;
             fs::create_dir_all(&folder)?;
             let mut file = tempfile::NamedTempFile::new_in(&folder)?;
             std::io::copy(&mut from, &mut file)?;
@@ -437,10 +432,9 @@ fn lend(header: &Path, folder: &Path, safe: bool) -> std::io::Result<()> {
 
 /// Reads what a hostile process may have left in place of an image: a link or a pipe is none.
 fn take(path: &Path) -> std::io::Result<Vec<u8>> {
-    let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_CLOEXEC;
-    let file = fs::OpenOptions::new().read(true).custom_flags(flags).open(path)?;
-    let about = file.metadata()?;
-    if !about.is_file() || about.len() == 0 || about.len() > IMAGE {
+    let file = sandbox::plain_file(path)?;
+    let bytes = file.metadata()?.len();
+    if bytes == 0 || bytes > IMAGE {
         return Err(std::io::Error::other("it is no file of a size that an image has"));
     }
     let mut image = Vec::new();

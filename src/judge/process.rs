@@ -6,7 +6,6 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -265,14 +264,9 @@ impl Forked {
     pub fn said(&self) -> String {
         let Some(scratch) = &self.scratch else { return String::new() };
         let read = || -> io::Result<Vec<u8>> {
-            let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_CLOEXEC;
-            let path = scratch.path().join("stderr");
-            let mut file = std::fs::OpenOptions::new().read(true).custom_flags(flags).open(path)?;
-            let about = file.metadata()?;
-            if !about.is_file() {
-                return Ok(Vec::new());
-            }
-            io::Seek::seek(&mut file, io::SeekFrom::Start(about.len().saturating_sub(SAID)))?;
+            let mut file = sandbox::plain_file(&scratch.path().join("stderr"))?;
+            let bytes = file.metadata()?.len();
+            io::Seek::seek(&mut file, io::SeekFrom::Start(bytes.saturating_sub(SAID)))?;
             let mut text = Vec::new();
             io::Read::read_to_end(&mut io::Read::take(file, SAID), &mut text)?;
             Ok(text)

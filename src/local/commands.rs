@@ -179,15 +179,7 @@ pub struct JudgeArguments {
 /// # Errors
 /// `Request` when there is nothing to judge, `Fault` when the judge failed. A verdict of any reward is no error.
 pub fn judge(arguments: &JudgeArguments) -> Result<(), Failure> {
-    let tasks = source::find(std::slice::from_ref(&arguments.task), None).map_err(Failure::request)?;
-    let [task] = tasks.as_slice() else {
-        return Err(Failure::Request(format!(
-            "{} names {} tasks, one task file is wanted",
-            arguments.task.display(),
-            tasks.len()
-        )));
-    };
-    let task = TaskSource { name: task.name.clone(), path: task.path.clone(), source: task.source.clone() };
+    let task = one_task(&arguments.task)?;
     let candidates: Vec<(String, Candidate)> = match (&arguments.candidate, &arguments.batch) {
         (Some(folder), None) => {
             vec![(folder.display().to_string(), candidate::read(folder).map_err(Failure::request)?)]
@@ -233,17 +225,22 @@ pub fn judge(arguments: &JudgeArguments) -> Result<(), Failure> {
     }
 }
 
+/// The task of a file that names one.
+fn one_task(file: &Path) -> Result<TaskSource, Failure> {
+    let tasks = source::find(&[file.to_owned()], None).map_err(Failure::request)?;
+    let [task] = tasks.as_slice() else {
+        let text = format!("{} names {} tasks, one task file is wanted", file.display(), tasks.len());
+        return Err(Failure::Request(text));
+    };
+    Ok(TaskSource { name: task.name.clone(), path: task.path.clone(), source: task.source.clone() })
+}
+
 /// `kernelfleet counters`: of a candidate's kernels, or of the reference's.
 ///
 /// # Errors
 /// `Request` where nothing can be counted, `Fault` when the judge failed.
 pub fn counters(task: &Path, folder: Option<&Path>, precision: Precision, output: Output) -> Result<(), Failure> {
-    let tasks = source::find(&[task.to_owned()], None).map_err(Failure::request)?;
-    let [found] = tasks.as_slice() else {
-        let text = format!("{} names {} tasks, one task file is wanted", task.display(), tasks.len());
-        return Err(Failure::Request(text));
-    };
-    let task = TaskSource { name: found.name.clone(), path: found.path.clone(), source: found.source.clone() };
+    let task = one_task(task)?;
     let candidate = folder.map(candidate::read).transpose().map_err(Failure::request)?;
     let environment = ready(Device::Cuda)?;
     refuse_by_syntax(&task, &environment)?;

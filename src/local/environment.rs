@@ -237,10 +237,7 @@ fn nvcc(python: &PythonFacts) -> Result<Option<Nvcc>, Error> {
         .iter()
         .flat_map(|s| ["nvidia/cu13/bin/nvcc", "nvidia/cuda_nvcc/bin/nvcc"].map(|p| s.join(p)))
         .find(|p| p.is_file());
-    let path = override_file("KERNELFLEET_NVCC")?
-        .or(packaged)
-        .or_else(|| on_path("nvcc"))
-        .or_else(|| Some(PathBuf::from("/usr/local/cuda/bin/nvcc")).filter(|p| p.is_file()));
+    let path = override_file("KERNELFLEET_NVCC")?.or(packaged).or_else(|| of_toolkit("nvcc"));
     Ok(path.map(|path| {
         let tree = path.canonicalize().unwrap_or_else(|_| path.clone());
         let read = tree.parent().and_then(Path::parent).map(Path::to_path_buf).into_iter().collect();
@@ -253,8 +250,12 @@ fn ncu() -> Result<Option<PathBuf>, Error> {
     if std::env::var_os("KERNELFLEET_NCU").is_some_and(|given| given == "off") {
         return Ok(None);
     }
-    let usual = || Some(PathBuf::from("/usr/local/cuda/bin/ncu")).filter(|p| p.is_file());
-    Ok(override_file("KERNELFLEET_NCU")?.or_else(|| on_path("ncu")).or_else(usual))
+    Ok(override_file("KERNELFLEET_NCU")?.or_else(|| of_toolkit("ncu")))
+}
+
+/// A program of CUDA's toolkit, on the path or at its usual place.
+fn of_toolkit(name: &str) -> Option<PathBuf> {
+    on_path(name).or_else(|| Some(Path::new("/usr/local/cuda/bin").join(name)).filter(|p| p.is_file()))
 }
 
 fn libraries(python: &PythonFacts) -> CudaLibraries {

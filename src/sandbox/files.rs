@@ -363,14 +363,7 @@ impl Files {
             if glob.as_ref().is_some_and(|g| !g.is_match(if by_path { below } else { name })) {
                 return Ok(true);
             }
-            let open = File::options()
-                .read(true)
-                .custom_flags(libc::O_NONBLOCK | libc::O_NOFOLLOW | libc::O_CLOEXEC)
-                .open(file.path());
-            let Ok(open) = open else { return Ok(true) };
-            if !open.metadata().is_ok_and(|m| m.is_file()) {
-                return Ok(true);
-            }
+            let Ok(open) = super::plain_file(file.path()) else { return Ok(true) };
             let path = shown.to_string_lossy();
             let mut line = |number, text: &str| {
                 let mut text = text.trim_end_matches(['\n', '\r']);

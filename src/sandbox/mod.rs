@@ -24,7 +24,7 @@ pub mod workspace;
 use std::collections::{BTreeMap, HashSet};
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -289,6 +289,19 @@ pub fn descriptor_three(command: &mut Command, end: OwnedFd) {
             if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
         });
     }
+}
+
+/// Opens what a hostile process may have left in place of a file: never what a link names, and nothing that isn't a plain file.
+///
+/// # Errors
+/// When there is no such file.
+pub fn plain_file(path: &Path) -> io::Result<std::fs::File> {
+    let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_CLOEXEC;
+    let file = std::fs::OpenOptions::new().read(true).custom_flags(flags).open(path)?;
+    if !file.metadata()?.is_file() {
+        return Err(io::Error::other("it is no file"));
+    }
+    Ok(file)
 }
 
 /// Lets a command run with what processors others leave: for work that nobody's clock is to notice. Before `apply`.

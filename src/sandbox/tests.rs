@@ -265,3 +265,17 @@ fn base64_pads() {
     assert_eq!(base64(b"foob"), "Zm9vYg==");
     assert_eq!(base64(b"fooba"), "Zm9vYmE=");
 }
+
+#[test]
+fn a_link_a_pipe_and_a_folder_are_no_plain_files() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    std::fs::write(at("file"), "text").unwrap();
+    std::os::unix::fs::symlink(at("file"), at("link")).unwrap();
+    nix::unistd::mkfifo(&at("pipe"), nix::sys::stat::Mode::S_IRWXU).unwrap();
+    std::fs::create_dir(at("folder")).unwrap();
+    assert_eq!(std::io::read_to_string(plain_file(&at("file")).unwrap()).unwrap(), "text");
+    for name in ["link", "pipe", "folder", "nothing"] {
+        assert!(plain_file(&at(name)).is_err(), "{name}");
+    }
+}

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from kernelfleet_zygote import Refused
 
 from kernelfleet_host import buffers
 from kernelfleet_host.buffers import Shared
@@ -62,9 +61,7 @@ class Handover:
     def release(self, index: int) -> None:
         """Copies the inputs of a slot to where the candidate reads them, and flushes the cache."""
         reference = self._reference
-        slot = reference.slot(index)
-        if not slot.drawn:
-            raise Refused("malformed", f"nothing was drawn into slot {index}")
+        slot = reference.drawn(index)
         if reference.device == "cuda":
             torch.cuda._sleep(_AWAKE_CYCLES)  # before the inputs are there: nobody is to have them earlier than must be
         self._copy(slot.shared, self._staged, range(len(self._staged)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from kernelfleet_zygote import Channel, Refused, Start, serve_ops
+from kernelfleet_zygote import Channel, Start, serve_ops
 from kernelfleet_zygote.wire import Message, close_all
 
 from kernelfleet_host.session import Session, guarded, integer
@@ -21,9 +21,7 @@ def observe(session: Session) -> Any:
         close_all(fds)
         reference = session.reference
         reference.use(integer(request, "seed"))
-        slot = reference.slot(integer(request, "slot"))
-        if not slot.drawn:
-            raise Refused("malformed", "nothing was drawn into this slot")
+        slot = reference.drawn(integer(request, "slot"))
 
         def call() -> Message:
             with torch.no_grad():

@@ -274,6 +274,13 @@ class Reference:
             raise Refused("malformed", f"no slot {index!r}, there are {self.count}")
         return self.slots()[index]
 
+    def drawn(self, index: Any) -> Slot:
+        """One slot by number, into which inputs were drawn."""
+        slot = self.slot(index)
+        if not slot.drawn:
+            raise Refused("malformed", f"nothing was drawn into slot {index}")
+        return slot
+
     def scratch(self) -> Slot:
         """A slot that nobody else sees."""
         if self._scratch is None:
@@ -400,9 +407,7 @@ class Reference:
         times: list[float] = []
         graph = False
         for index in indices:
-            slot = self.slot(index)
-            if not slot.drawn:
-                raise Refused("malformed", f"nothing was drawn into slot {index}")
+            slot = self.drawn(index)
             if self.device == "cpu":
                 slot.expected = None  # its memory is used again by the run below
                 took = self._run_cpu(slot, model, 0)

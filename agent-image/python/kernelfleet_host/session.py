@@ -191,9 +191,7 @@ class Session:
     def profile(self, request: Message) -> Reply:
         """`profile`."""
         reference = self.reference
-        slot = reference.slot(integer(request, "slot"))
-        if not slot.drawn:
-            raise Refused("malformed", "nothing was drawn into this slot")
+        slot = reference.drawn(integer(request, "slot"))
         return {"launches": launches(lambda: reference.forward(slot), reference.device)}
 
     def bind(self, request: Message, fds: list[int]) -> Reply:

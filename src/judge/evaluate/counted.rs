@@ -3,7 +3,6 @@
 //! Knows how to start both under it. Must not know what a counter means; nothing here is part of a verdict.
 
 use std::io::Read;
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
@@ -15,14 +14,14 @@ use super::correct::{PLAIN, draw};
 use super::run::{RUNNER, load_into};
 use super::{Made, Stop, ready, reason};
 use crate::judge::counters::{self, Kernel};
-use crate::judge::leash::Leash;
+use crate::judge::leash::{Leash, Member};
 use crate::judge::process::{self, descriptor_three, python_command};
 use crate::judge::runner::client::Runner;
 use crate::judge::session::{Error, Judge, MINUTES, Session, secret_seed, task_error};
 use crate::judge::verdict::Reason;
 use crate::judge::wire::Channel;
 use crate::judge::{Candidate, Device, confinement};
-use crate::sandbox;
+use crate::sandbox::{self, Confinement};
 
 /// Longest that counting may take once all is loaded: each kernel runs dozens of times, with caches emptied.
 const COUNT: Duration = Duration::from_secs(180);
@@ -45,28 +44,26 @@ fn counter(judge: &Judge) -> Result<PathBuf, Box<Reason>> {
     })
 }
 
-/// A folder for what the program writes, its user's if it has one.
-fn folder() -> Result<tempfile::TempDir, Error> {
-    tempfile::Builder::new()
-        .prefix("kernelfleet-counters-")
-        .tempdir()
-        .map_err(|e| Error::Fault(format!("no folder for counters: {e}")))
+/// A folder for what the program writes, the file in it, and what confines it there; `inner`: what would confine in that folder
+/// what is counted.
+fn laid_out(
+    ncu: &Path,
+    inner: impl FnOnce(&Path) -> Confinement,
+) -> Result<(tempfile::TempDir, PathBuf, Confinement), Error> {
+    let fault = |e: std::io::Error| Error::Fault(format!("no folder for counters: {e}"));
+    let folder = tempfile::Builder::new().prefix("kernelfleet-counters-").tempdir().map_err(fault)?;
+    let confined = confinement::counted(inner(folder.path()), ncu, folder.path());
+    confined.own(folder.path()).map_err(fault)?;
+    let log = folder.path().join("counters.csv");
+    Ok((folder, log, confined))
 }
 
 /// What was counted, from the program's own file.
 fn read(log: &Path) -> Result<Vec<Kernel>, Box<Reason>> {
     // Hostile code may write in that folder too: a link, a pipe or a file without end is no log.
-    let taken = || -> std::io::Result<String> {
-        let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_CLOEXEC;
-        let file = std::fs::OpenOptions::new().read(true).custom_flags(flags).open(log)?;
-        let mut text = Vec::new();
-        if file.metadata()?.is_file() {
-            file.take(MOST_LOG).read_to_end(&mut text)?;
-        }
-        Ok(String::from_utf8_lossy(&text).into_owned())
-    };
-    let text = taken().unwrap_or_default();
-    counters::parse(&text).map_err(|why| Box::new(reason("no_counters", why)))
+    let mut text = Vec::new();
+    let _ = sandbox::plain_file(log).and_then(|file| file.take(MOST_LOG).read_to_end(&mut text));
+    counters::parse(&String::from_utf8_lossy(&text)).map_err(|why| Box::new(reason("no_counters", why)))
 }
 
 /// Counters of a candidate's launches and library calls, in their order.
@@ -91,11 +88,8 @@ pub(in crate::judge) fn candidate(session: &mut Session, candidate: &Candidate) 
     held.alone();
     let counted = (|| {
         draw(session, 0, PLAIN)?;
-        let folder = folder()?;
-        let log = folder.path().join("counters.csv");
-        let inner = confinement::runner(&judge.toolchain, Device::Cuda, false);
-        let confined = confinement::counted(inner, &ncu, folder.path());
-        confined.own(folder.path()).map_err(|e| Error::Fault(format!("no folder for counters: {e}")))?;
+        let runner = |_: &Path| confinement::runner(&judge.toolchain, Device::Cuda, false);
+        let (_folder, log, confined) = laid_out(&ncu, runner)?;
         let mut command = Command::new(&ncu);
         command.args(counters::arguments(&log));
         let mut applied = Ok(());
@@ -122,6 +116,7 @@ pub(in crate::judge) fn candidate(session: &mut Session, candidate: &Candidate) 
 struct Host {
     channel: Channel,
     child: std::process::Child,
+    member: Member,
     user: Option<u32>,
 }
 
@@ -133,6 +128,7 @@ impl Host {
 
 impl Drop for Host {
     fn drop(&mut self) {
+        self.member.leave();
         sandbox::kill_all(i32::try_from(self.child.id()).unwrap_or(0), self.user);
         let _ = self.child.wait();
     }
@@ -147,20 +143,16 @@ pub(in crate::judge) fn reference(session: &mut Session) -> Counted {
     };
     let task = session.fixed.task.clone();
     let fault = |what: &str, e: &dyn std::fmt::Display| Error::Fault(format!("{what}: {e}"));
-    let folder = folder()?;
-    let log = folder.path().join("counters.csv");
-    let mut given = task.clone();
-    given.path = folder.path().join(task.path.file_name().unwrap_or_else(|| std::ffi::OsStr::new("task.py")));
-    std::fs::write(&given.path, &task.source).map_err(|e| fault("the task can't be laid out", &e))?;
-    let inner = confinement::host(&judge.toolchain, Device::Cuda, folder.path());
-    let confined = confinement::counted(inner, &ncu, folder.path());
+    let (folder, log, confined) = laid_out(&ncu, |at| confinement::host(&judge.toolchain, Device::Cuda, at))?;
     if confined.user.is_none() {
         // What its task's Python could reach there as this judge's user is this judge.
         let why = "a reference is counted under a user of its own alone: the judge must be root, and the driver must let \
                    everybody count (NVreg_RestrictProfilingToAdminUsers=0)";
         return Ok(Err(reason("no_counters", why)));
     }
-    confined.own(folder.path()).map_err(|e| fault("no folder for counters", &e))?;
+    let mut given = task.clone();
+    given.path = folder.path().join(task.path.file_name().unwrap_or_else(|| std::ffi::OsStr::new("task.py")));
+    std::fs::write(&given.path, &task.source).map_err(|e| fault("the task can't be laid out", &e))?;
     let path = judge.toolchain.agent_image.join("python");
     let python = python_command(&judge.toolchain.python, "kernelfleet_host.observe", &path, &confined.env);
     let mut command = Command::new(&ncu);
@@ -178,8 +170,9 @@ pub(in crate::judge) fn reference(session: &mut Session) -> Counted {
     held.alone();
     let child = command.spawn().map_err(|e| fault("ncu can't be started", &e))?;
     drop(command);
-    let mut member = Leash::join(i32::try_from(child.id()).unwrap_or(0), confined.user.map(|u| u.0));
-    let mut host = Host { channel, child, user: confined.user.map(|u| u.0) };
+    let user = confined.user.map(|u| u.0);
+    let member = Leash::join(i32::try_from(child.id()).unwrap_or(0), user);
+    let mut host = Host { channel, child, member, user };
     let fail = |e| task_error(&task, e);
     host.ask(&judge.open_request(&given, 1), MINUTES).map_err(fail)?;
     let seed = secret_seed()?;
@@ -190,7 +183,6 @@ pub(in crate::judge) fn reference(session: &mut Session) -> Counted {
     while !matches!(host.child.try_wait(), Ok(Some(_)) | Err(_)) && Instant::now() < end {
         std::thread::sleep(Duration::from_millis(20));
     }
-    member.leave();
     drop(host);
     Ok(read(&log).map_err(|reason| *reason))
 }
