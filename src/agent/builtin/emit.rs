@@ -471,7 +471,7 @@ impl<'a> Writer<'a> {
                 let name = self.fresh("w");
                 let var = self.vars.add(name.clone(), size, level, VarKind::Loop);
                 ix = ix.plus(&Ix::var(var).times(window.dilation[k]));
-                loops.push(format!("for (int {name} = 0; {name} < {size}; ++{name})"));
+                loops.push((format!("for (int {name} = 0; {name} < {size}; ++{name})"), size));
             }
             // Reached beyond the edges?
             let low: i64 =
@@ -504,12 +504,14 @@ impl<'a> Writer<'a> {
         let value = value?;
         let prefix = if fold == Fold::Max { "max" } else { "sum" };
         let mut text = vec![format!("float {result} = {start};")];
-        let unroll = self.device == Device::Cuda && window.size.iter().product::<i64>() <= 64;
-        for header in &loops {
-            if unroll {
+        // From the innermost loop outward as long as the body stays short: loads of a row are in flight together.
+        let mut trips: i64 = loops.iter().map(|(_, size)| size).product();
+        for (header, size) in loops {
+            if self.device == Device::Cuda && trips <= 64 {
                 text.push("#pragma unroll".into());
             }
-            text.push(header.clone());
+            text.push(header);
+            trips /= size;
         }
         text.push("{".into());
         if !condition.is_empty() {

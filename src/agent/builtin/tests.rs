@@ -142,6 +142,23 @@ fn sums_of_a_row_go_to_doubles_every_few_vectors_on_the_cpu() {
     insta::assert_snapshot!(first(&task, &graph, Device::Cpu));
 }
 
+const AVERAGE: &str = r#"{"inputs":[{"id":"i0","dtype":"float32","shape":[2,4,121,121],"strides":[58564,14641,121,1]}],"parameters":[],
+"nodes":[{"id":"t0","ids":["t0"],"op":"aten.avg_pool2d.default","args":[{"t":"i0"},[11,11],[11,11]],"outputs":[{"dtype":"float32","shape":[2,4,11,11],"strides":[484,121,11,1]}],"line":12}],
+"outputs":["t0"],"structure":"tensor"}"#;
+
+#[test]
+fn the_inner_loop_of_a_large_window_is_unrolled_and_its_outer_one_is_not() {
+    let (task, graph) = case("pass", "torch.nn.functional.avg_pool2d(x, 11)", AVERAGE);
+    let text = first(&task, &graph, Device::Cuda);
+    let lines: Vec<&str> = text.lines().map(str::trim).collect();
+    let unrolled: Vec<bool> = lines
+        .windows(2)
+        .filter(|pair| pair[1].contains("< 11; ++"))
+        .map(|pair| pair[0] == "#pragma unroll")
+        .collect();
+    assert_eq!(unrolled, [false, true], "{text}");
+}
+
 #[test]
 fn an_unknown_operator_is_declined_by_name_and_line() {
     let (task, mut graph) = case("pass", "torch.sort(x)", SOFTMAX);
