@@ -16,6 +16,7 @@ PYTHON = Path(__file__).resolve().parents[2] / "agent-image" / "python"
 sys.path.insert(0, str(PYTHON))
 
 from kernelfleet_host.reference import short  # noqa: E402
+from kernelfleet_host.task import lacks_memory  # noqa: E402
 from kernelfleet_host.tensors import DTYPES, Meta, contiguous_strides  # noqa: E402
 from kernelfleet_zygote import Channel  # noqa: E402
 
@@ -373,6 +374,16 @@ def test_what_is_no_task_is_refused_with_code_and_line(host: Host) -> None:
     source = task("return xs[0] @ xs[0]", "torch.rand(3, 4)")
     said = host.refused("open", source=source, path="bad.py", device="cpu", precision="reference", threads=1, slots=1)
     assert said["code"] == "exception" and said["line"] == 11, said
+    source = task("return torch.empty(1 << 48) + xs[0]", "torch.rand(1)")
+    said = host.refused("open", source=source, path="bad.py", device="cpu", precision="reference", threads=1, slots=1)
+    assert said["code"] == "memory", said
+
+
+def test_a_lack_of_memory_is_known_by_class_or_words() -> None:
+    assert lacks_memory(MemoryError())
+    assert lacks_memory(RuntimeError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'"))
+    assert not lacks_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    assert not lacks_memory(ValueError("can't allocate memory"))
 
 
 def test_outputs_that_can_not_equal_the_references_are_refused_when_bound(host: Host) -> None:

@@ -20,6 +20,7 @@ from kernelfleet_host.compile import Compiled
 from kernelfleet_host.handover import Handover
 from kernelfleet_host.profile import launches
 from kernelfleet_host.reference import Reference
+from kernelfleet_host.task import lacks_memory
 from kernelfleet_host.timing import copy_rate
 
 Message = dict[str, Any]
@@ -305,17 +306,14 @@ class Session:
 
 
 def guarded(function: Any) -> Any:
-    """Out-of-memory errors of torch get their code."""
+    """A lack of memory and errors of the device get their codes."""
     try:
         return function()
-    except torch.OutOfMemoryError as error:
-        raise Refused("memory", f"out of memory on the device: {error}"[:2000]) from error
-    except RuntimeError as error:
-        message = str(error)
-        if "can't allocate memory" in message or "not enough memory" in message:
-            raise Refused("memory", message[:2000]) from error
-        if "CUDA error" in message:
-            raise Refused("cuda", message[:2000]) from error
+    except (RuntimeError, MemoryError) as error:
+        if lacks_memory(error):
+            raise Refused("memory", f"out of memory: {error}"[:2000]) from error
+        if "CUDA error" in str(error):
+            raise Refused("cuda", str(error)[:2000]) from error
         raise
 
 

@@ -18,6 +18,21 @@ import torch
 from kernelfleet_zygote import Refused
 
 MODULE = "kernelfleet_task"
+# What else than an exception of its own says that there was no memory: C++'s allocator, the driver, cuBLAS.
+NO_MEMORY = (
+    "can't allocate memory",
+    "not enough memory",
+    "Cannot allocate memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether memory of the host or the device was lacking: that is not the task's fault, nor that of a kernel."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(part in str(error) for part in NO_MEMORY)
 
 
 @contextmanager
@@ -27,9 +42,9 @@ def told(what: str, path: str) -> Iterator[None]:
         yield
     except Refused:
         raise
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        raise Refused("memory", f"out of memory while {what}: {error}"[:2000]) from error
     except BaseException as error:
+        if lacks_memory(error):
+            raise Refused("memory", f"out of memory while {what}: {error}"[:2000]) from error
         text = f"{type(error).__name__}: {error}"[:2000]
         extra: dict[str, Any] = {}
         line = line_of(error, path)
@@ -40,8 +55,6 @@ def told(what: str, path: str) -> Iterator[None]:
             code = "import"
         elif "CUDA error" in text or "CUDNN_STATUS" in text:
             code = "cuda"
-        elif "can't allocate memory" in text or "not enough memory" in text:
-            code = "memory"
         raise Refused(code, f"{what}: {text}", **extra) from error
 
 
