@@ -1,5 +1,5 @@
-//! Channels-last forms of the built-in policy, by the real judge on the CPU device: each layout of each task must be
-//! correct. What a card alone has, tiles and bands, is not shown here. Needs `make env`.
+//! Forms of the built-in policy that are a card's, by the real judge on the CPU device: each layout of each task, and each way
+//! to do a depthwise convolution, must be correct. What a card alone has, tiles and bands, is not shown here. Needs `make env`.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
@@ -37,8 +37,30 @@ const TASKS: [(&str, &str, &str, &str); 4] = [
     ),
 ];
 
-#[test]
-fn both_layouts_of_convolutions_are_correct() {
+/// Depthwise convolutions, likewise: fused with what is before and behind, with every kind of window.
+const DEPTHWISE: [(&str, &str, &str, &str); 3] = [
+    (
+        "a_column_between_activations",
+        "self.a = nn.Conv2d(6, 6, (3, 1), groups=6, bias=False)",
+        "torch.relu(self.a(x)) * 2",
+        "3, 6, 21, 18",
+    ),
+    (
+        "strides_padding_dilation_and_a_bias",
+        "self.a, self.b = nn.Conv2d(8, 8, (3, 5), (2, 1), (1, 4), (1, 2), groups=8), nn.Conv2d(8, 5, 1)",
+        "self.b(torch.sigmoid(self.a(x.tanh())))",
+        "2, 8, 13, 16",
+    ),
+    (
+        "one_dimension_and_its_mean",
+        "self.a = nn.Conv1d(7, 7, 4, padding='same', groups=7)",
+        "F.gelu(self.a(x)).mean(2)",
+        "4, 7, 33",
+    ),
+];
+
+/// Judges every form that the policy proposes for each task: all are correct, and their labels are these.
+fn forms_are_correct(tasks: &[(&str, &str, &str, &str)], labels: &[&str]) {
     let cache = tempfile::tempdir().unwrap();
     let mut found = environment::discover().expect("the environment of `make env`");
     found.toolchain.program = PathBuf::from(env!("CARGO_BIN_EXE_kernelfleet"));
@@ -46,24 +68,36 @@ fn both_layouts_of_convolutions_are_correct() {
     let options = Options { device: Device::Cpu, compile: false, inputs: 2, ..Options::default() };
     let judge = Judge::start(&found.toolchain, options, Slice::new()).expect("a judge of the CPU device");
     let facts = Facts { threads: 2, layouts_on_cpu: true, ..Facts::default() };
-    for (name, module, value, shape) in TASKS {
+    for (name, module, value, shape) in tasks {
         let source = format!(
             "import torch\nimport torch.nn as nn\nimport torch.nn.functional as F\n\n\nclass Model(nn.Module):\n    \
              def __init__(self):\n        super().__init__()\n        {module}\n\n    def forward(self, x):\n        \
              return {value}\n\n\ndef get_inputs():\n    return [torch.randn({shape})]\n\n\ndef get_init_inputs():\n    \
              return []\n"
         );
-        let task = TaskSource { name: name.into(), path: format!("{name}.py").into(), source };
+        let task = TaskSource { name: (*name).into(), path: format!("{name}.py").into(), source };
         let mut session = judge.open(&task).unwrap();
         let graph = session.trace().unwrap();
         let proposal =
             propose(&task, &graph, Device::Cpu, &facts).unwrap_or_else(|declined| panic!("{name}: {declined}"));
-        let labels: Vec<_> = proposal.forms.iter().filter_map(|form| form.label).collect();
-        assert!(labels.len() == 2 && labels.contains(&"channels last"), "{name}: {labels:?}");
+        let said: Vec<_> = proposal.forms.iter().filter_map(|form| form.label).collect();
+        for label in labels {
+            assert!(said.contains(label), "{name}: {said:?}");
+        }
         for form in &proposal.forms {
             let files = form.variant(&Default::default()).files;
             let verdict = session.judge(&Candidate { files }, Effort::Verify).unwrap();
             assert!(verdict.correct, "{name}, {:?}: {:?}", form.label, verdict.reason);
         }
     }
+}
+
+#[test]
+fn both_layouts_of_convolutions_are_correct() {
+    forms_are_correct(&TASKS, &["channels first", "channels last"]);
+}
+
+#[test]
+fn depthwise_convolutions_by_windows_are_correct() {
+    forms_are_correct(&DEPTHWISE, &["depthwise convolutions by windows"]);
 }

@@ -420,7 +420,7 @@ impl Lower {
     fn average_pool(&mut self, x: Vid, window: Window, shape: &[i64], count_padding: bool, fixed: Option<f64>) -> Vid {
         let (full, dtype) = (self.ir.shape(x).to_vec(), self.dtype(x));
         let dims: Vec<usize> = (shape.len() - window.size.len()..shape.len()).collect();
-        let def = Def::Pool { arg: x, fold: Fold::Sum, window: window.clone(), dims: dims.clone() };
+        let def = Def::Pool { arg: x, weight: None, fold: Fold::Sum, window: window.clone(), dims: dims.clone() };
         let sum = self.ir.add(def, shape.to_vec(), dtype);
         if let Some(fixed) = fixed {
             let count = self.ir.num(fixed);
@@ -476,7 +476,11 @@ impl Lower {
             if fold == Fold::Sum {
                 return Ok(self.average_pool(x, window, shape, true, None));
             }
-            return Ok(self.ir.add(Def::Pool { arg: x, fold, window, dims: dims.to_vec() }, shape.to_vec(), dtype));
+            return Ok(self.ir.add(
+                Def::Pool { arg: x, weight: None, fold, window, dims: dims.to_vec() },
+                shape.to_vec(),
+                dtype,
+            ));
         }
         // Windows of unequal size: as many terms as the longest has, each where the window has it.
         let bounds = |d: usize, i: i64| (i * full[d] / shape[d], ((i + 1) * full[d] + shape[d] - 1) / shape[d]);

@@ -422,7 +422,7 @@ impl<'a> Writer<'a> {
                 self.push(level, format!("const {} {name} = {text};", out.name()));
                 Ok(Text { text: name, level, ty: out })
             }
-            Def::Pool { arg, fold, window, dims } => self.pool(arg, fold, &window, &dims, at),
+            Def::Pool { arg, weight, fold, window, dims } => self.pool((arg, weight), fold, &window, &dims, at),
             Def::Cat(parts, dim) => self.concatenation(&parts, dim, at, ty(dtype)),
             Def::Gather { source, index, dim } => {
                 let picked = self.value(index, at)?;
@@ -451,7 +451,7 @@ impl<'a> Writer<'a> {
 
     fn pool(
         &mut self,
-        arg: Vid,
+        (arg, weight): (Vid, Option<Vid>),
         fold: Fold,
         window: &super::ir::Window,
         dims: &[usize],
@@ -463,6 +463,10 @@ impl<'a> Writer<'a> {
         let parent = self.scopes.len() - 1;
         let level = self.open();
         let mut inner = at.to_vec();
+        let mut place = vec![Ix::constant(0); at.len()];
+        if weight.is_some() {
+            place[0] = at[1].clone();
+        }
         let mut loops = vec![];
         let mut guards = vec![];
         for (k, (&size, &d)) in window.size.iter().zip(dims).enumerate() {
@@ -471,6 +475,7 @@ impl<'a> Writer<'a> {
                 let name = self.fresh("w");
                 let var = self.vars.add(name.clone(), size, level, VarKind::Loop);
                 ix = ix.plus(&Ix::var(var).times(window.dilation[k]));
+                place[d] = Ix::var(var);
                 loops.push((format!("for (int {name} = 0; {name} < {size}; ++{name})"), size));
             }
             // Reached beyond the edges?
@@ -499,9 +504,13 @@ impl<'a> Writer<'a> {
             self.floor = level;
         }
         let value = self.value(arg, &inner);
+        let factor = weight.map(|weight| self.value(weight, &place)).transpose();
         self.floor = outside;
         let body = self.close();
-        let value = value?;
+        let term = match (value?, factor?) {
+            (value, Some(factor)) => format!("{} * {}", value.text, factor.text),
+            (value, None) => value.text,
+        };
         let prefix = if fold == Fold::Max { "max" } else { "sum" };
         let mut text = vec![format!("float {result} = {start};")];
         // From the innermost loop outward as long as the body stays short: loads of a row are in flight together.
@@ -518,7 +527,7 @@ impl<'a> Writer<'a> {
             text.push(format!("if ({}) {{", condition.join(" && ")));
         }
         text.extend(body);
-        text.push(format!("{prefix}_add({result}, {});", value.text));
+        text.push(format!("{prefix}_add({result}, {term});"));
         if !condition.is_empty() {
             text.push("}".into());
         }

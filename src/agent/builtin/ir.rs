@@ -129,9 +129,11 @@ pub enum Def {
         dims: Vec<usize>,
     },
     Result(Vid, usize),
-    /// Maximum or sum over windows along `dims` (`average` divides outside).
+    /// Maximum or sum over windows along `dims` (`average` divides outside). With a weight of shape `(C, 1, window)` each
+    /// element is multiplied by that of its channel (dimension 1) and its place in the window first.
     Pool {
         arg: Vid,
+        weight: Option<Vid>,
         fold: Fold,
         window: Window,
         dims: Vec<usize>,
@@ -358,7 +360,8 @@ impl Ir {
             Def::Input(..) | Def::Param(..) | Def::Num(_) | Def::Coord(_) => vec![],
             Def::Point(_, args) | Def::Cat(args, _) => args.clone(),
             Def::View(arg, _) | Def::Result(arg, _) => vec![*arg],
-            Def::Reduce { arg, .. } | Def::Pool { arg, .. } | Def::Scan { arg, .. } => vec![*arg],
+            Def::Reduce { arg, .. } | Def::Scan { arg, .. } => vec![*arg],
+            Def::Pool { arg, weight, .. } => std::iter::once(*arg).chain(*weight).collect(),
             Def::Gather { source, index, .. } => vec![*source, *index],
             Def::Matmul { a, b, bias } => [*a, *b].into_iter().chain(*bias).collect(),
             Def::Convolution { x, weight, bias, .. } => [*x, *weight].into_iter().chain(*bias).collect(),

@@ -201,7 +201,9 @@ impl Pass<'_> {
             }
             Def::Reduce { fold, arg, dims } => Def::Reduce { fold, arg: self.plain(arg), dims },
             Def::Result(fold, k) => Def::Result(self.forms[&fold].vid, k),
-            Def::Pool { arg, fold, window, dims } => Def::Pool { arg: self.plain(arg), fold, window, dims },
+            Def::Pool { arg, weight, fold, window, dims } => {
+                Def::Pool { arg: self.plain(arg), weight: weight.map(|weight| self.plain(weight)), fold, window, dims }
+            }
             Def::Scan { arg, dim, fold, reverse } => Def::Scan { arg: self.plain(arg), dim, fold, reverse },
             Def::Cat(parts, dim) => Def::Cat(parts.into_iter().map(|part| self.plain(part)).collect(), dim),
             Def::Gather { source, index, dim } => {
@@ -270,12 +272,13 @@ impl Pass<'_> {
                 let new = self.add(Def::Result(form.vid, k), layout.sizes.clone(), vid);
                 Some(self.form(new, layout, vid))
             }
-            Def::Pool { arg, fold, window, dims } => {
+            Def::Pool { arg, weight: None, fold, window, dims } => {
                 let form = self.forms[&arg].clone();
                 let layout = form.layout?;
                 let dims = self.single(&layout, &dims)?;
                 let layout = layout.sized(&shape)?;
-                let new = self.add(Def::Pool { arg: form.vid, fold, window, dims }, layout.sizes.clone(), vid);
+                let new =
+                    self.add(Def::Pool { arg: form.vid, weight: None, fold, window, dims }, layout.sizes.clone(), vid);
                 Some(self.form(new, layout, vid))
             }
             Def::Cat(parts, dim) => {

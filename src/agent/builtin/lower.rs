@@ -13,6 +13,9 @@ use super::ir::{Conv, Def, Fold, Ir, Vid, View, Window};
 use crate::plan::{Device, Dtype};
 use crate::task::graph::{Graph, OpNode};
 
+/// Elements of the largest window of a depthwise convolution that is summed by a thread.
+const WINDOW: i64 = 64;
+
 /// A task in the policy's form.
 pub struct Lowered {
     pub ir: Ir,
@@ -23,16 +26,19 @@ pub(super) struct Lower {
     pub(super) ir: Ir,
     env: HashMap<String, Vid>,
     device: Device,
+    /// Depthwise convolutions become weighted sums over windows.
+    windows: bool,
     op: String,
     line: Option<u32>,
 }
 
-/// Lowers a traced graph.
+/// Lowers a traced graph. With `windows` depthwise convolutions of small windows become sums over them, which can be fused;
+/// without they are the library's, like all others.
 ///
 /// # Errors
 /// The first operator that the policy doesn't know or doesn't attempt, with its line and the reason.
-pub fn lower(graph: &Graph, device: Device) -> Result<Lowered, Declined> {
-    let mut this = Lower { ir: Ir::default(), env: HashMap::new(), device, op: String::new(), line: None };
+pub fn lower(graph: &Graph, device: Device, windows: bool) -> Result<Lowered, Declined> {
+    let mut this = Lower { ir: Ir::default(), env: HashMap::new(), device, windows, op: String::new(), line: None };
     for (i, input) in graph.inputs.iter().enumerate() {
         if let Some(meta) = &input.meta {
             this.op = "the input".into();
@@ -839,7 +845,7 @@ impl Lower {
                     let window = self.window(spatial, a(1), a(2), a(3), a(4));
                     let dtype = self.dtype(x);
                     let dims = (rank - spatial..rank).collect();
-                    self.ir.add(Def::Pool { arg: x, fold: Fold::Max, window, dims }, shape, dtype)
+                    self.ir.add(Def::Pool { arg: x, weight: None, fold: Fold::Max, window, dims }, shape, dtype)
                 }
                 // Scans.
                 "cumsum" | "cumprod" => {
@@ -923,6 +929,12 @@ impl Lower {
                         channels_last: false,
                     };
                     let dtype = self.dtype(x);
+                    if self.windows && self.depthwise(x, weight, &conv) {
+                        let y = self.weighted(x, weight, conv, shape);
+                        let bias = bias.map(|bias| self.channels(bias, rank));
+                        let y = bias.map_or(y, |bias| self.binary("add", y, bias));
+                        return self.done(node, in_place, vec![y]);
+                    }
                     // PyTorch adds the bias in a kernel of its own on CUDA, so there it is part of what is fused.
                     if self.device == Device::Cuda
                         && let Some(bias) = bias
@@ -975,6 +987,27 @@ impl Lower {
             }
         }
         Ok(())
+    }
+
+    /// Whether a convolution gives each channel of its own a sum over a window that a thread can hold.
+    fn depthwise(&self, x: Vid, weight: Vid, conv: &Conv) -> bool {
+        let (x, weight) = (self.ir.shape(x), self.ir.shape(weight));
+        !conv.transposed
+            && x.len() == weight.len()
+            && x[1] == conv.groups
+            && weight[0] == conv.groups
+            && weight[2..].iter().product::<i64>() <= WINDOW
+    }
+
+    /// A depthwise convolution as a weighted sum over windows.
+    fn weighted(&mut self, x: Vid, weight: Vid, conv: Conv, shape: Vec<i64>) -> Vid {
+        let size = self.ir.shape(weight)[2..].to_vec();
+        let each = |list: Vec<i64>| if list.len() == 1 { vec![list[0]; size.len()] } else { list };
+        let (stride, padding, dilation) = (each(conv.stride), each(conv.padding), each(conv.dilation));
+        let dims = (2..shape.len()).collect();
+        let window = Window { stride, padding, dilation, size };
+        let dtype = self.dtype(x);
+        self.ir.add(Def::Pool { arg: x, weight: Some(weight), fold: Fold::Sum, window, dims }, shape, dtype)
     }
 
     fn flip(&mut self, x: Vid, dims: Vec<usize>) -> Vid {

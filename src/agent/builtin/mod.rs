@@ -118,7 +118,7 @@ const CHANNELS: (i64, i64) = (8, 4);
 pub fn propose(task: &TaskSource, graph: &Graph, device: Device, facts: &Facts) -> Result<Proposal, Declined> {
     let whole = |reason: String| Declined { operator: task.name.clone(), line: None, reason };
     let reference = python::take_over(&task.source).map_err(whole)?;
-    let lowered = lower::lower(graph, device)?;
+    let lowered = lower::lower(graph, device, false)?;
     if device == Device::Cpu
         && lowered
             .ir
@@ -164,6 +164,14 @@ pub fn propose(task: &TaskSource, graph: &Graph, device: Device, facts: &Facts) 
         if written.covered != forms[0].covered {
             forms[0].label.get_or_insert("products by the library");
             forms.insert(0, written);
+        }
+    }
+    // Depthwise convolutions are bound by memory, so they can be fused; a library's kernel for them is slow for some windows.
+    if layouts {
+        let windows = lower::lower(graph, device, true)?;
+        if windows.ir.vals.iter().map(|val| &val.def).ne(lowered.ir.vals.iter().map(|val| &val.def)) {
+            forms[0].label.get_or_insert("depthwise convolutions by the library");
+            forms.insert(0, form(&windows, Some("depthwise convolutions by windows"), false)?);
         }
     }
     Ok(Proposal { forms })

@@ -337,9 +337,12 @@ impl<'a> Scheduler<'a> {
             }
             Def::Result(fold, _) => needs.folds.push((*fold, hidden)),
             Def::Matmul { .. } | Def::Convolution { .. } | Def::Scan { .. } => needs.heavy.push(vid),
-            Def::Pool { arg, .. } => {
+            Def::Pool { arg, weight, .. } => {
                 needs.pools.push((vid, around));
                 self.collect(*arg, true, Some(vid), seen, needs);
+                if let Some(weight) = weight {
+                    self.collect(*weight, true, around, seen, needs);
+                }
             }
             Def::Cat(parts, _) => {
                 for &part in parts {

@@ -151,11 +151,8 @@ fn the_inner_loop_of_a_large_window_is_unrolled_and_its_outer_one_is_not() {
     let (task, graph) = case("pass", "torch.nn.functional.avg_pool2d(x, 11)", AVERAGE);
     let text = first(&task, &graph, Device::Cuda);
     let lines: Vec<&str> = text.lines().map(str::trim).collect();
-    let unrolled: Vec<bool> = lines
-        .windows(2)
-        .filter(|pair| pair[1].contains("< 11; ++"))
-        .map(|pair| pair[0] == "#pragma unroll")
-        .collect();
+    let unrolled: Vec<bool> =
+        lines.windows(2).filter(|pair| pair[1].contains("< 11; ++")).map(|pair| pair[0] == "#pragma unroll").collect();
     assert_eq!(unrolled, [false, true], "{text}");
 }
 
