@@ -56,6 +56,8 @@ def test_a_job_whose_target_is_reached_spares_the_attempts_that_are_left_and_goe
     episodes = found["status"]["episodes"]
     assert episodes["succeeded"] >= 1 and episodes["pending"] > 50, episodes
     cluster.wait("the pods of the job that is over to go", 40, lambda: not space.pods("early"))
+    # Suspended it could be started again by whoever manages its queue.
+    cluster.wait("its Job to go", 30, lambda: cluster.find("job", "early", "-n", space.namespace) is None)
     uid = found["metadata"]["uid"]
 
     def gone() -> bool:

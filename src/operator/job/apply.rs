@@ -244,19 +244,23 @@ pub async fn reached(context: &Context, job: &OptimizationJob, facts: &JobFacts)
     Ok(true)
 }
 
-/// Takes the pods of a job away that needs no more of them; the Job stays, suspended.
+/// Whether a Job that isn't there may be made anew: not while the job is suspended, and where a target may have been
+/// reached, which ends a job by taking its Job away, only once its broker has answered.
+#[must_use]
+pub fn anew(spec: &OptimizationJobSpec, said: Option<&Result<JobFacts, String>>) -> bool {
+    !spec.suspend && (spec.target.is_none() || matches!(said, Some(Ok(_))))
+}
+
+/// Takes the Job of a job away that needs no more of its pods. It isn't suspended: in a queue `suspend` is Kueue's, which
+/// would start it again. It is there until its pods are gone, so that a deletion waits for them.
 ///
 /// # Errors
-/// When the Job can't be written.
-pub async fn stop(context: &Context, job: &OptimizationJob, batch: &Job) -> Result<Job, Error> {
-    let jobs: Api<Job> = Api::namespaced(context.client.clone(), &job.namespace().unwrap_or_default());
-    let name = batch.name_any();
-    let change = json!({
-        "metadata": { "annotations": { names::SUSPEND: "true" } },
-        "spec": { "suspend": true },
-    });
-    let parameters = PatchParams { field_manager: Some(names::MANAGER.into()), ..PatchParams::default() };
-    jobs.patch(&name, &parameters, &Patch::Merge(change)).await.map_err(api(&format!("Job {name}")))
+/// When it can't be deleted.
+pub async fn stop(context: &Context, job: &OptimizationJob, batch: &Job) -> Result<(), Error> {
+    if batch.metadata.deletion_timestamp.is_some() {
+        return Ok(());
+    }
+    remove(context, &job.namespace().unwrap_or_default(), batch, PropagationPolicy::Foreground).await
 }
 
 /// Deletes a Job with its pods.
@@ -404,6 +408,16 @@ mod tests {
             )
         );
         assert_eq!(steer(&queued, &batch("false", "10", false)), Steer::Remove);
+    }
+
+    #[test]
+    fn a_job_that_may_have_reached_its_target_is_not_made_anew_while_its_broker_is_silent() {
+        let plain = job(&json!({})).spec;
+        let held = job(&json!({ "suspend": true })).spec;
+        let aimed = job(&json!({ "target": { "speedup": 2.0 }, "agent": { "attempts": 3 } })).spec;
+        let (said, silent) = (Ok(JobFacts::default()), Err("unreachable".to_owned()));
+        assert!(anew(&plain, Some(&silent)) && anew(&plain, None) && !anew(&held, Some(&said)));
+        assert!(anew(&aimed, Some(&said)) && !anew(&aimed, Some(&silent)) && !anew(&aimed, None));
     }
 
     #[test]

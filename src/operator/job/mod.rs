@@ -131,12 +131,13 @@ async fn pass(context: &Context, job: &OptimizationJob, facts: dereference::Fact
         }
         return (Seen::Started(Box::new(progress)), AGAIN);
     }
-    if let (Some(batch), Some(Ok(said))) = (&batch, &facts.said) {
+    // Asked of a job without a Job, too: it may have been taken away for this, by a pass that ended before it could say so.
+    if let Some(Ok(said)) = &facts.said {
         match apply::reached(context, job, said).await {
             Ok(false) => {}
-            Ok(true) => match stop(context, job, &owner, &facts, batch).await {
+            Ok(true) => match stop(context, job, &owner, &facts, batch.as_ref()).await {
                 Ok(best) => {
-                    let progress = Progress { best, reached: true, batch: Some(batch.clone()), ..progress };
+                    let progress = Progress { best, reached: true, batch, ..progress };
                     return (Seen::Started(Box::new(progress)), AGAIN);
                 }
                 Err(error) => return blocked(&error),
@@ -175,7 +176,9 @@ async fn pass(context: &Context, job: &OptimizationJob, facts: dereference::Fact
     let batch = match (batch, &objects) {
         (Some(batch), _) => apply::follow(context, job, batch).await,
         // Taken away in a queue, or deleted by somebody: what is finished is the broker's to know, so it may be made anew.
-        (None, Some(objects)) if !job.spec.suspend => apply::create(context, job, objects).await.map(Some),
+        (None, Some(objects)) if apply::anew(&job.spec, progress.said.as_ref()) => {
+            apply::create(context, job, objects).await.map(Some)
+        }
         (None, _) => Ok(None),
     };
     match batch {
@@ -187,15 +190,17 @@ async fn pass(context: &Context, job: &OptimizationJob, facts: dereference::Fact
     }
 }
 
-/// Every task has reached its target: pods go, and the job ends.
+/// Every task has reached its target: the Job goes for good with its pods, and the job ends.
 async fn stop(
     context: &Context,
     job: &OptimizationJob,
     owner: &OwnerReference,
     facts: &dereference::Facts,
-    batch: &Job,
+    batch: Option<&Job>,
 ) -> Result<Option<crate::api::job::BestKernels>, apply::Error> {
-    apply::stop(context, job, batch).await?;
+    if let Some(batch) = batch {
+        apply::stop(context, job, batch).await?;
+    }
     finish(context, job, owner, facts).await
 }
 

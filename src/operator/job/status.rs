@@ -236,7 +236,12 @@ fn moving(job: &OptimizationJob, progress: &Progress) -> Said {
     if job.spec.suspend {
         return Said::no("Suspended", "spec.suspend is true; what was finished stays, set it to false to go on");
     }
-    let Some(batch) = &progress.batch else { return Said::yes("Starting", "the Job of its episodes is being made") };
+    let Some(batch) = &progress.batch else {
+        return match &progress.said {
+            Some(Err(why)) => Said::yes("BrokerUnreachable", format!("{why}; no pod is made until it answers")),
+            _ => Said::yes("Starting", "the Job of its episodes is being made"),
+        };
+    };
     if batch.spec.as_ref().and_then(|s| s.suspend) == Some(true) {
         return match queue(&job.spec) {
             Some(queue) => {
@@ -515,6 +520,7 @@ mod tests {
                     ..Progress::default()
                 })),
             ),
+            ("no broker and no Job", &plain, progress(None, Some(Err("the broker can't be reached: x".into())))),
             ("finished without broker", &plain, progress(batch(&none, &complete), Some(Err("unreachable".into())))),
             ("a task is lost", &plain, progress(batch(&none, &failed("1,3")), good())),
         ];
