@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::ObjectReference;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::api::{Api, Patch, PatchParams};
 use kube::core::DeserializeGuard;
 use kube::core::error_boundary::InvalidObject;
@@ -135,14 +136,7 @@ impl Context {
     /// Says of an object that nobody can read it: in the log and as an event.
     pub async fn unreadable<K: Resource<DynamicType = ()>>(&self, object: &InvalidObject) {
         let metadata = &object.metadata;
-        let about = ObjectReference {
-            api_version: Some(K::api_version(&()).into_owned()),
-            kind: Some(K::kind(&()).into_owned()),
-            name: metadata.name.clone(),
-            namespace: metadata.namespace.clone(),
-            uid: metadata.uid.clone(),
-            ..ObjectReference::default()
-        };
+        let about = reference::<K>(metadata);
         let note = format!(
             "it can't be read: {}; correct it, or make it anew under the present definition of {}",
             object.error,
@@ -150,6 +144,19 @@ impl Context {
         );
         tracing::warn!(kind = %K::kind(&()), name = ?metadata.name, namespace = ?metadata.namespace, error = object.error, "an object can't be read");
         self.event(&about, true, "Unreadable", "Read", &note).await;
+    }
+}
+
+/// What an event of an object refers to, by its metadata alone.
+#[must_use]
+pub fn reference<K: Resource<DynamicType = ()>>(metadata: &ObjectMeta) -> ObjectReference {
+    ObjectReference {
+        api_version: Some(K::api_version(&()).into_owned()),
+        kind: Some(K::kind(&()).into_owned()),
+        name: metadata.name.clone(),
+        namespace: metadata.namespace.clone(),
+        uid: metadata.uid.clone(),
+        ..ObjectReference::default()
     }
 }
 

@@ -17,6 +17,7 @@ pub mod conditions;
 pub mod context;
 pub mod endpoint;
 pub mod fetch;
+pub mod finalizer;
 pub mod job;
 pub mod lease;
 pub mod metrics;

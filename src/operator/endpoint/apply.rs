@@ -1,15 +1,14 @@
 //! Makes an endpoint's gateway what was built. The fourth step.
 
 use k8s_openapi::api::rbac::v1::ClusterRoleBinding;
-use kube::ResourceExt;
-use kube::api::{Api, DeleteParams, Patch, PatchParams};
-use serde_json::json;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use kube::api::{Api, DeleteParams};
 
 use super::build::binding_name;
 use crate::api::ModelEndpoint;
 use crate::operator::apply::{self, Built};
 use crate::operator::context::Context;
-use crate::operator::names;
+use crate::operator::finalizer;
 
 /// Finalizer of an endpoint: its gateway's right is of the whole cluster and can't be owned by what is in a namespace.
 const FINALIZER: &str = "kernelfleet.dev/gateway";
@@ -27,40 +26,28 @@ pub enum Error {
 ///
 /// # Errors
 /// When the object can't be written.
-pub async fn finalizer(context: &Context, endpoint: &ModelEndpoint, on: bool) -> Result<(), Error> {
-    let mut finalizers = endpoint.finalizers().to_vec();
-    if finalizers.iter().any(|f| f == FINALIZER) == on {
-        return Ok(());
-    }
-    if on {
-        finalizers.push(FINALIZER.into());
-    } else {
-        finalizers.retain(|f| f != FINALIZER);
-    }
-    let api: Api<ModelEndpoint> = Api::namespaced(context.client.clone(), &endpoint.namespace().unwrap_or_default());
-    let version = endpoint.resource_version();
-    let change = json!({ "metadata": { "finalizers": finalizers, "resourceVersion": version } });
-    let parameters = PatchParams { field_manager: Some(names::MANAGER.into()), ..PatchParams::default() };
-    match api.patch_metadata(&endpoint.name_any(), &parameters, &Patch::Merge(change)).await {
-        Ok(_) => Ok(()),
-        Err(kube::Error::Api(status)) if status.code == 404 && !on => Ok(()),
-        Err(source) => Err(Error::Api { what: "the finalizer", source: Box::new(source) }),
-    }
+pub async fn finalizer(context: &Context, metadata: &ObjectMeta, on: bool) -> Result<(), Error> {
+    let set = finalizer::set::<ModelEndpoint>(&context.client, metadata, FINALIZER, on);
+    set.await.map_err(|source| Error::Api { what: "the finalizer", source: Box::new(source) })
 }
 
-/// Takes back what doesn't go with the endpoint.
+/// Takes back what doesn't go with the endpoint. Its metadata are enough: the name of the gateway's right is made of them.
 ///
 /// # Errors
 /// When it can't be deleted.
-pub async fn leave(context: &Context, endpoint: &ModelEndpoint) -> Result<(), Error> {
+pub async fn leave(context: &Context, metadata: &ObjectMeta) -> Result<(), Error> {
+    if !finalizer::has(metadata, FINALIZER) {
+        return Ok(());
+    }
     let api: Api<ClusterRoleBinding> = Api::all(context.client.clone());
-    let name = binding_name(&endpoint.namespace().unwrap_or_default(), &endpoint.name_any());
+    let word = |text: &Option<String>| text.clone().unwrap_or_default();
+    let name = binding_name(&word(&metadata.namespace), &word(&metadata.name));
     match api.delete(&name, &DeleteParams::default()).await {
         Ok(_) => {}
         Err(kube::Error::Api(status)) if status.code == 404 => {}
         Err(source) => return Err(Error::Api { what: "the gateway's right", source: Box::new(source) }),
     }
-    finalizer(context, endpoint, false).await
+    finalizer(context, metadata, false).await
 }
 
 /// Applies the objects, in their order.

@@ -39,21 +39,26 @@ const QUIET: Duration = Duration::from_secs(300);
 pub async fn reconcile(endpoint: Arc<Guarded<ModelEndpoint>>, context: Arc<Context>) -> Result<Action, Error> {
     let endpoint = match &endpoint.0 {
         Ok(endpoint) => endpoint,
+        Err(invalid) if invalid.metadata.deletion_timestamp.is_some() => {
+            apply::leave(&context, &invalid.metadata).await?;
+            return Ok(Action::await_change());
+        }
         Err(invalid) => {
             context.unreadable::<ModelEndpoint>(invalid).await;
             return Ok(Action::await_change());
         }
     };
     if endpoint.metadata.deletion_timestamp.is_some() {
-        apply::leave(&context, endpoint).await?;
+        apply::leave(&context, &endpoint.metadata).await?;
         return Ok(Action::await_change());
     }
-    apply::finalizer(&context, endpoint, true).await?;
     let (name, namespace) = (endpoint.name_any(), endpoint.namespace().unwrap_or_default());
     let mut failed = None;
     let checked = match validate::validate(endpoint) {
         Err(error) => Err(error),
         Ok(valid) => {
+            // Only what has a gateway has something to be taken back.
+            apply::finalizer(&context, &endpoint.metadata, true).await?;
             let objects = build::build(&valid, &names::owner(endpoint), &context.settings);
             let applied = match objects {
                 Ok(objects) => apply::apply(&context, &objects).await,

@@ -14,10 +14,10 @@ use serde_json::{Value, json};
 use super::build::{Objects, parallelism, parts, queue};
 use super::status::{promising, reaches};
 use super::validate::ValidJob;
-use crate::api::OptimizationJob;
 use crate::api::job::{BestKernels, OptimizationJobSpec};
-use crate::operator::context::Context;
-use crate::operator::{apply, broker, names, results};
+use crate::api::{ModelEndpoint, OptimizationJob};
+use crate::operator::context::{Context, Guarded};
+use crate::operator::{apply, broker, finalizer, names, results};
 use crate::wire::v1::JobFacts;
 
 /// Why something couldn't be carried out.
@@ -88,7 +88,10 @@ pub fn steer(spec: &OptimizationJobSpec, batch: &Job) -> Steer {
 /// Whether a Job is this object's own.
 #[must_use]
 pub fn owns(job: &OptimizationJob, batch: &Job) -> bool {
-    let uid = job.metadata.uid.as_deref().unwrap_or_default();
+    is_owned(job.metadata.uid.as_deref().unwrap_or_default(), batch)
+}
+
+fn is_owned(uid: &str, batch: &Job) -> bool {
     batch.owner_references().iter().any(|o| o.uid == uid)
 }
 
@@ -102,7 +105,7 @@ pub async fn start(
     valid: &ValidJob,
     objects: &Objects,
 ) -> Result<Job, Error> {
-    finalizer(context, job, true).await?;
+    finalizer(context, &job.metadata, true).await?;
     tell(context, valid).await?;
     keep(context, objects).await?;
     create(context, job, objects).await
@@ -131,31 +134,28 @@ pub async fn keep(context: &Context, objects: &Objects) -> Result<(), Error> {
 ///
 /// # Errors
 /// When it can't be deleted.
-pub async fn leave(context: &Context, job: &OptimizationJob) -> Result<(), Error> {
-    let namespace = job.namespace().unwrap_or_default();
+pub async fn leave(context: &Context, job: &Leaving) -> Result<(), Error> {
     let jobs = context.jobs.state();
     // Two that go at once are both still in what was watched: each has to know that the other needs nothing more.
-    let there = |uid: &str| jobs.iter().any(|j| j.0.as_ref().is_ok_and(|o| o.uid().as_deref() == Some(uid)));
-    context.shared.left(&job.uid().unwrap_or_default(), there);
-    let others = || {
-        let other = |o: &OptimizationJob| {
-            o.namespace() == job.namespace() && o.uid().is_some_and(|uid| !context.shared.has_left(&uid))
+    context.shared.left(job.uid(), |uid| jobs.iter().any(|j| j.uid().as_deref() == Some(uid)));
+    let needed = |of: &Use<'_>| {
+        let other = |j: &Guarded<OptimizationJob>| {
+            j.namespace().as_deref() == Some(job.namespace())
+                && j.uid().is_some_and(|uid| !context.shared.has_left(&uid))
         };
-        let jobs = context.jobs.state();
-        jobs.iter().filter_map(|j| j.0.as_ref().ok()).filter(|o| other(o)).map(|o| o.spec.clone()).collect::<Vec<_>>()
+        context.jobs.state().iter().any(|j| other(j) && of.is_of(j))
     };
-    let pool = &job.spec.judge.gpu_pool;
-    let agents = names::agents(pool);
-    let mut gone = vec![
-        (apply::Kind::ConfigMap, agents.clone(), Use::Pool(pool)),
-        (apply::Kind::NetworkPolicy, agents, Use::Pool(pool)),
-    ];
-    if let Some(policy) = &job.spec.policy.endpoint {
-        gone.push((apply::Kind::NetworkPolicy, names::to_gateway(&policy.name), Use::Endpoint(&policy.name)));
+    let mut gone = Vec::new();
+    for pool in &job.pools {
+        let agents = names::agents(pool);
+        gone.push((apply::Kind::ConfigMap, agents.clone(), Use::Pool(pool)));
+        gone.push((apply::Kind::NetworkPolicy, agents, Use::Pool(pool)));
+    }
+    for endpoint in &job.endpoints {
+        gone.push((apply::Kind::NetworkPolicy, names::to_gateway(endpoint), Use::Endpoint(endpoint)));
     }
     for (kind, name, of) in gone {
-        let needed = || others().iter().any(|spec| of.is_of(spec));
-        context.shared.remove(&context.client, kind, &namespace, &name, needed).await?;
+        context.shared.remove(&context.client, kind, job.namespace(), &name, || needed(&of)).await?;
     }
     Ok(())
 }
@@ -167,8 +167,9 @@ enum Use<'a> {
 }
 
 impl Use<'_> {
-    /// Whether a job is of those that share it.
-    fn is_of(&self, spec: &OptimizationJobSpec) -> bool {
+    /// Whether a job is of those that share it. One that can't be read may have pods that need it.
+    fn is_of(&self, job: &Guarded<OptimizationJob>) -> bool {
+        let Ok(OptimizationJob { spec, .. }) = &job.0 else { return true };
         match self {
             Self::Pool(pool) => spec.judge.gpu_pool == *pool,
             Self::Endpoint(name) => spec.policy.endpoint.as_ref().is_some_and(|p| p.name == *name),
@@ -283,24 +284,57 @@ async fn remove(context: &Context, namespace: &str, batch: &Job, how: Propagatio
 ///
 /// # Errors
 /// When the object can't be written.
-pub async fn finalizer(context: &Context, job: &OptimizationJob, on: bool) -> Result<(), Error> {
-    let mut finalizers = job.finalizers().to_vec();
-    if finalizers.iter().any(|f| f == names::FINALIZER) == on {
-        return Ok(());
+pub async fn finalizer(context: &Context, metadata: &ObjectMeta, on: bool) -> Result<(), Error> {
+    let set = finalizer::set::<OptimizationJob>(&context.client, metadata, names::FINALIZER, on);
+    set.await.map_err(api("the finalizer"))
+}
+
+/// A job that goes: what its metadata say, and who may know of it.
+#[derive(Clone, Debug)]
+pub struct Leaving {
+    pub metadata: ObjectMeta,
+    /// Pools whose broker may know it: its own, or all of them where nobody can read which.
+    pub pools: Vec<String>,
+    /// Endpoints that it may have used, likewise.
+    pub endpoints: Vec<String>,
+}
+
+impl Leaving {
+    /// One that can be read.
+    #[must_use]
+    pub fn of(job: &OptimizationJob) -> Self {
+        Self {
+            metadata: job.metadata.clone(),
+            pools: vec![job.spec.judge.gpu_pool.clone()],
+            endpoints: job.spec.policy.endpoint.iter().map(|p| p.name.clone()).collect(),
+        }
     }
-    if on {
-        finalizers.push(names::FINALIZER.into());
-    } else {
-        finalizers.retain(|f| f != names::FINALIZER);
+
+    /// One of which the metadata alone can be read.
+    #[must_use]
+    pub fn unread(context: &Context, metadata: &ObjectMeta) -> Self {
+        let here = |e: &&std::sync::Arc<Guarded<ModelEndpoint>>| e.namespace() == metadata.namespace;
+        Self {
+            metadata: metadata.clone(),
+            pools: context.pools.state().iter().map(|p| p.name_any()).collect(),
+            endpoints: context.endpoints.state().iter().filter(here).map(|e| e.name_any()).collect(),
+        }
     }
-    let jobs: Api<OptimizationJob> = Api::namespaced(context.client.clone(), &job.namespace().unwrap_or_default());
-    // With the version that was read, so that another's finalizer isn't lost.
-    let change = json!({ "metadata": { "finalizers": finalizers, "resourceVersion": job.resource_version() } });
-    let parameters = PatchParams { field_manager: Some(names::MANAGER.into()), ..PatchParams::default() };
-    match jobs.patch_metadata(&job.name_any(), &parameters, &Patch::Merge(change)).await {
-        Ok(_) => Ok(()),
-        Err(kube::Error::Api(status)) if status.code == 404 && !on => Ok(()),
-        Err(error) => Err(api("the finalizer")(error)),
+
+    fn namespace(&self) -> &str {
+        self.metadata.namespace.as_deref().unwrap_or_default()
+    }
+
+    /// Its name.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        self.metadata.name.as_deref().unwrap_or_default()
+    }
+
+    /// Its UID.
+    #[must_use]
+    pub fn uid(&self) -> &str {
+        self.metadata.uid.as_deref().unwrap_or_default()
     }
 }
 
@@ -308,17 +342,18 @@ pub async fn finalizer(context: &Context, job: &OptimizationJob, on: bool) -> Re
 ///
 /// # Errors
 /// When the broker can't be told; the caller decides how long that is waited for.
-pub async fn close(context: &Context, job: &OptimizationJob) -> Result<bool, Error> {
-    let namespace = job.namespace().unwrap_or_default();
-    let name = job.name_any();
-    let jobs: Api<Job> = Api::namespaced(context.client.clone(), &namespace);
-    let batch = jobs.get_opt(&name).await.map_err(api(&format!("Job {name}")))?.filter(|batch| owns(job, batch));
+pub async fn close(context: &Context, job: &Leaving) -> Result<bool, Error> {
+    let name = job.name();
+    let jobs: Api<Job> = Api::namespaced(context.client.clone(), job.namespace());
+    let batch = jobs.get_opt(name).await.map_err(api(&format!("Job {name}")))?;
+    let batch = batch.filter(|batch| is_owned(job.uid(), batch));
     if let Some(batch) = batch.as_ref().filter(|b| b.metadata.deletion_timestamp.is_none()) {
         // The Job is there for as long as a pod of it is.
-        remove(context, &namespace, batch, PropagationPolicy::Foreground).await?;
+        remove(context, job.namespace(), batch, PropagationPolicy::Foreground).await?;
     }
-    let uid = job.uid().unwrap_or_default();
-    context.brokers.close_job(&job.spec.judge.gpu_pool, &uid, false).await?;
+    for pool in &job.pools {
+        context.brokers.close_job(pool, job.uid(), false).await?;
+    }
     Ok(batch.is_some())
 }
 
@@ -418,6 +453,15 @@ mod tests {
         let (said, silent) = (Ok(JobFacts::default()), Err("unreachable".to_owned()));
         assert!(anew(&plain, Some(&silent)) && anew(&plain, None) && !anew(&held, Some(&said)));
         assert!(anew(&aimed, Some(&said)) && !anew(&aimed, Some(&silent)) && !anew(&aimed, None));
+    }
+
+    #[test]
+    fn what_a_job_that_cannot_be_read_may_share_stays() {
+        let of = |value: Value| -> Guarded<OptimizationJob> { serde_json::from_value(value).unwrap() };
+        let read = of(serde_json::to_value(job(&json!({}))).unwrap());
+        assert!(Use::Pool("default").is_of(&read) && !Use::Pool("other").is_of(&read));
+        let unread = of(json!({ "metadata": { "name": "new" }, "spec": { "swarm": true } }));
+        assert!(Use::Pool("other").is_of(&unread) && Use::Endpoint("gpt").is_of(&unread));
     }
 
     #[test]

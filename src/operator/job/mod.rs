@@ -16,10 +16,11 @@ use kube::api::{Api, DeleteParams, Preconditions};
 use kube::runtime::controller::Action;
 use kube::{Resource, ResourceExt};
 
-use super::context::{Context, Found, Guarded, patch_status};
-use super::names;
+use super::context::{Context, Found, Guarded, patch_status, reference};
+use super::{finalizer, names};
 use crate::api::OptimizationJob;
 use crate::api::job::{MANAGER, OptimizationJobStatus};
+use apply::Leaving;
 use status::{Progress, Seen};
 
 /// Why a reconciliation is tried again.
@@ -53,6 +54,11 @@ const GIVE_UP: i64 = 120;
 pub async fn reconcile(job: Arc<Guarded<OptimizationJob>>, context: Arc<Context>) -> Result<Action, Error> {
     let job = match &job.0 {
         Ok(job) => job,
+        Err(invalid) if finalizer::waits(&invalid.metadata, names::FINALIZER) => {
+            context.pools.wait_until_ready().await.map_err(|_| Error::Ending)?;
+            context.endpoints.wait_until_ready().await.map_err(|_| Error::Ending)?;
+            return finalize(&context, &Leaving::unread(&context, &invalid.metadata), Timestamp::now()).await;
+        }
         Err(invalid) => {
             context.unreadable::<OptimizationJob>(invalid).await;
             return Ok(Action::await_change());
@@ -65,7 +71,7 @@ pub async fn reconcile(job: Arc<Guarded<OptimizationJob>>, context: Arc<Context>
     context.endpoints.wait_until_ready().await.map_err(|_| Error::Ending)?;
     let now = Timestamp::now();
     if job.metadata.deletion_timestamp.is_some() {
-        return finalize(&context, job, now).await;
+        return finalize(&context, &Leaving::of(job), now).await;
     }
     if status::over(job.status.as_ref()) {
         return expire(&context, job, now).await;
@@ -246,12 +252,12 @@ async fn write(
 }
 
 /// The object is being deleted: its pods go, its broker is told, and the finalizer is taken away.
-async fn finalize(context: &Context, job: &OptimizationJob, now: Timestamp) -> Result<Action, Error> {
-    if !job.finalizers().iter().any(|f| f == names::FINALIZER) {
+async fn finalize(context: &Context, job: &Leaving, now: Timestamp) -> Result<Action, Error> {
+    if !finalizer::has(&job.metadata, names::FINALIZER) {
         return Ok(Action::await_change());
     }
     let since = job.metadata.deletion_timestamp.as_ref().map_or(now, |t| t.0);
-    let gone = context.pool(&job.spec.judge.gpu_pool) == Found::Missing;
+    let gone = job.pools.iter().all(|pool| context.pool(pool) == Found::Missing);
     let patient = now.as_second() - since.as_second() < GIVE_UP;
     match apply::close(context, job).await {
         // What they share with others, their NetworkPolicy above all, stays until they are gone.
@@ -259,19 +265,20 @@ async fn finalize(context: &Context, job: &OptimizationJob, now: Timestamp) -> R
         Ok(_) => {}
         Err(error) => {
             if !gone && patient {
-                tracing::info!(job = job.name_any(), %error, "a deletion waits for the broker");
+                tracing::info!(job = job.name(), %error, "a deletion waits for the broker");
                 return Ok(Action::requeue(AGAIN));
             }
-            tracing::warn!(job = job.name_any(), %error, "a job goes without its broker having been told");
+            tracing::warn!(job = job.name(), %error, "a job goes without its broker having been told");
             let note = format!("deleted without the broker having been told: {error}");
-            context.event(&job.object_ref(&()), true, "BrokerNotTold", "Delete", &note).await;
+            let about = reference::<OptimizationJob>(&job.metadata);
+            context.event(&about, true, "BrokerNotTold", "Delete", &note).await;
         }
     }
     if let Err(error) = apply::leave(context, job).await {
-        tracing::warn!(job = job.name_any(), %error, "what the last job of a namespace shared can't be taken away");
+        tracing::warn!(job = job.name(), %error, "what the last job of a namespace shared can't be taken away");
     }
-    apply::finalizer(context, job, false).await?;
-    context.written.lock().unwrap_or_else(PoisonError::into_inner).remove(&job.uid().unwrap_or_default());
+    apply::finalizer(context, &job.metadata, false).await?;
+    context.written.lock().unwrap_or_else(PoisonError::into_inner).remove(job.uid());
     Ok(Action::await_change())
 }
 
