@@ -25,6 +25,26 @@ pub enum Error {
     Encode { kind: String, name: String, source: serde_json::Error },
 }
 
+impl Error {
+    /// Whether nothing can be made in the object's namespace, since that is being deleted or is gone.
+    #[must_use]
+    pub fn no_namespace(&self) -> bool {
+        matches!(self, Self::Api { source, .. } if no_namespace(source))
+    }
+}
+
+/// Whether the server refuses to make something in a namespace that is being deleted or is gone. Pure.
+#[must_use]
+pub fn no_namespace(error: &kube::Error) -> bool {
+    let kube::Error::Api(status) = error else { return false };
+    let caused = |reason: &str| status.details.iter().flat_map(|d| &d.causes).any(|c| c.reason == reason);
+    match status.code {
+        403 => caused("NamespaceTerminating") || status.message.contains("because it is being terminated"),
+        404 => status.details.as_ref().is_some_and(|d| d.kind == "namespaces"),
+        _ => false,
+    }
+}
+
 /// An object to be applied.
 #[derive(Clone, Debug)]
 pub struct Built {
@@ -217,4 +237,28 @@ impl Shared {
 
 fn key(kind: &str, namespace: &str, name: &str) -> String {
     format!("{kind}/{namespace}/{name}")
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn refused(status: Value) -> bool {
+        no_namespace(&kube::Error::Api(serde_json::from_value(status).unwrap()))
+    }
+
+    #[test]
+    fn a_namespace_that_is_being_deleted_is_told_from_a_right_that_is_lacking() {
+        // As the API server 1.34 answers.
+        let message = "serviceaccounts \"m-gateway\" is forbidden: unable to create new content in namespace lab because it is being terminated";
+        let causes = json!([{ "reason": "NamespaceTerminating", "message": "namespace lab is being terminated", "field": "metadata.namespace" }]);
+        let status = |code: u16, message: &str, details: Value| json!({ "status": "Failure", "code": code, "reason": "Forbidden", "message": message, "details": details });
+        assert!(refused(status(403, message, json!({ "kind": "serviceaccounts", "causes": causes }))));
+        assert!(refused(status(403, message, json!({ "kind": "serviceaccounts" }))));
+        assert!(!refused(status(403, "serviceaccounts is forbidden: User \"x\" cannot patch", json!({}))));
+        assert!(refused(status(404, "namespaces \"lab\" not found", json!({ "name": "lab", "kind": "namespaces" }))));
+        assert!(!refused(status(404, "jobs \"lab\" not found", json!({ "name": "lab", "kind": "jobs" }))));
+    }
 }

@@ -22,6 +22,20 @@ pub enum Error {
     Api { what: &'static str, source: Box<kube::Error> },
 }
 
+impl Error {
+    /// One word for the condition.
+    #[must_use]
+    pub fn reason(&self) -> &'static str {
+        if self.no_namespace() { "NamespaceTerminating" } else { "ApplyFailed" }
+    }
+
+    /// Whether the endpoint's namespace is being deleted: it goes with it, and trying again changes nothing.
+    #[must_use]
+    pub fn no_namespace(&self) -> bool {
+        matches!(self, Self::Object(error) if error.no_namespace())
+    }
+}
+
 /// Puts the finalizer on, or takes it away.
 ///
 /// # Errors

@@ -69,14 +69,14 @@ pub async fn reconcile(endpoint: Arc<Guarded<ModelEndpoint>>, context: Arc<Conte
         }
     };
     let facts = dereference::dereference(&context, &namespace, &name).await?;
-    let why = failed.as_ref().map(ToString::to_string);
-    let status = status::status(endpoint, &checked, why.as_deref(), &facts, Timestamp::now());
+    let why = failed.as_ref().map(|e| (e.reason(), e.to_string()));
+    let status = status::status(endpoint, &checked, why, &facts, Timestamp::now());
     if endpoint.status.as_ref() != Some(&status) {
         let api: Api<ModelEndpoint> = Api::namespaced(context.client.clone(), &namespace);
         patch_status(&api, &name, &status).await.map_err(|e| Error::Status(Box::new(e)))?;
     }
     match failed {
-        Some(error) => Err(error.into()),
-        None => Ok(Action::requeue(QUIET)),
+        Some(error) if !error.no_namespace() => Err(error.into()),
+        _ => Ok(Action::requeue(QUIET)),
     }
 }

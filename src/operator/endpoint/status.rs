@@ -9,12 +9,12 @@ use crate::api::endpoint::{ModelEndpoint, ModelEndpointStatus};
 use crate::operator::conditions::{Said, set};
 use crate::operator::names;
 
-/// The status that follows.
+/// The status that follows. `failed` is why something couldn't be applied: one word, and a sentence.
 #[must_use]
 pub fn status(
     endpoint: &ModelEndpoint,
     checked: &Result<(), validate::Error>,
-    failed: Option<&str>,
+    failed: Option<(&'static str, String)>,
     facts: &Facts,
     now: Timestamp,
 ) -> ModelEndpointStatus {
@@ -24,7 +24,7 @@ pub fn status(
     status.observed_generation = generation;
     let ready = match (checked, failed, &facts.gateway) {
         (Err(error), _, _) => Said::no("Invalid", error.to_string()),
-        (_, Some(failed), _) => Said::no("ApplyFailed", failed),
+        (_, Some((reason, failed)), _) => Said::no(reason, failed),
         (_, _, None) => Said::no("Starting", "the gateway is being made"),
         (_, _, Some(gateway)) if gateway.status.as_ref().and_then(|s| s.ready_replicas).unwrap_or(0) > 0 => {
             Said::yes("GatewayReady", "the gateway takes requests")

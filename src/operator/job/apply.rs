@@ -36,13 +36,23 @@ pub enum Error {
 impl Error {
     /// One word for the condition.
     #[must_use]
-    pub const fn reason(&self) -> &'static str {
+    pub fn reason(&self) -> &'static str {
         match self {
             Self::Broker(broker::Error::Refused { .. }) => "BrokerRefused",
             Self::Broker(_) => "BrokerUnreachable",
             Self::Object(apply::Error::Taken { .. }) => "NameTaken",
+            _ if self.no_namespace() => "NamespaceTerminating",
             Self::Object(_) | Self::Api { .. } => "ApplyFailed",
             Self::Pack(_) => "ResultsNotKept",
+        }
+    }
+
+    /// Whether the job's namespace is being deleted, so that nothing can be made in it.
+    fn no_namespace(&self) -> bool {
+        match self {
+            Self::Object(error) => error.no_namespace(),
+            Self::Api { source, .. } => apply::no_namespace(source),
+            Self::Broker(_) | Self::Pack(_) => false,
         }
     }
 }

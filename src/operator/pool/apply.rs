@@ -99,15 +99,21 @@ async fn write(
     Ok(())
 }
 
-/// Applies the objects, in their order.
+/// Applies the objects, in their order. Answers namespaces that have begun to go meanwhile: the others are served.
 ///
 /// # Errors
 /// At the first that the server refuses or somebody else has.
-pub async fn objects(context: &Context, objects: &Objects) -> Result<(), Error> {
+pub async fn objects(context: &Context, objects: &Objects) -> Result<Vec<String>, Error> {
+    let mut ending = Vec::new();
     for built in &objects.all {
-        context.applier.ensure(&context.client, built).await?;
+        let namespace = built.object.namespace().filter(|n| *n != context.settings.namespace);
+        match (context.applier.ensure(&context.client, built).await, namespace) {
+            (Ok(_), _) => {}
+            (Err(error), Some(namespace)) if error.no_namespace() => ending.push(namespace),
+            (Err(error), _) => return Err(error.into()),
+        }
     }
-    Ok(())
+    Ok(ending)
 }
 
 /// Takes back the broker's rights in namespaces that the pool is no more for.
@@ -146,7 +152,12 @@ where
             Some(namespace) => Api::namespaced_with(client.clone(), &namespace, &kind),
             None => Api::all_with(client.clone(), &kind),
         };
-        api.delete(&name, &DeleteParams::default()).await.map_err(failed)?;
+        match api.delete(&name, &DeleteParams::default()).await {
+            Ok(_) => {}
+            // It has gone with its namespace.
+            Err(kube::Error::Api(status)) if status.code == 404 => {}
+            Err(error) => return Err(failed(error)),
+        }
     }
     Ok(())
 }

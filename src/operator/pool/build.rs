@@ -44,7 +44,7 @@ pub fn build(
         account(pool, owner, settings, "broker"),
         account(pool, owner, settings, "judge"),
     ];
-    all.extend(rights(pool, owner, settings, &facts.missing_namespaces));
+    all.extend(rights(pool, owner, settings, facts));
     all.push(service(pool, owner, settings));
     if facts.credentials.usable() {
         all.push(broker(pool, owner, settings, &facts.credentials));
@@ -83,7 +83,7 @@ fn account(pool: &ValidPool, owner: &OwnerReference, settings: &Settings, compon
 }
 
 /// The broker may ask who a token is, and whose pod a caller's is: in the namespaces that the pool is for, and its own.
-fn rights(pool: &ValidPool, owner: &OwnerReference, settings: &Settings, missing: &[String]) -> Vec<Value> {
+fn rights(pool: &ValidPool, owner: &OwnerReference, settings: &Settings, facts: &Facts) -> Vec<Value> {
     let group = "rbac.authorization.k8s.io/v1";
     let api = "rbac.authorization.k8s.io";
     let name = format!("kernelfleet-{}-broker", pool.name);
@@ -113,7 +113,7 @@ fn rights(pool: &ValidPool, owner: &OwnerReference, settings: &Settings, missing
         all.push(cluster(&callers));
         return all;
     };
-    let mut bound: Vec<&str> = namespaces.iter().filter(|n| !missing.contains(n)).map(String::as_str).collect();
+    let mut bound: Vec<&str> = namespaces.iter().filter(|n| !facts.lacks(n)).map(String::as_str).collect();
     bound.push(&settings.namespace);
     bound.sort_unstable();
     bound.dedup();
@@ -476,6 +476,7 @@ mod tests {
         let facts = Facts {
             ip: Some("10.96.0.7".into()),
             missing_namespaces: vec!["gone".into()],
+            ending_namespaces: vec!["ending".into()],
             credentials,
             ..Facts::default()
         };
@@ -489,7 +490,7 @@ mod tests {
         insta::assert_snapshot!(built(json!({
             "device": "cuda", "replicas": 4, "evaluationsPerJudge": 4,
             "storage": { "size": "20Gi", "storageClassName": "local" },
-            "allowedNamespaces": ["team-a", "team-b", "gone"],
+            "allowedNamespaces": ["team-a", "team-b", "gone", "ending"],
             "fairShare": { "weights": { "team-a": 1.0, "team-b": 3.0 } },
             "podTemplate": { "spec": {
                 "runtimeClassName": "nvidia",

@@ -34,6 +34,8 @@ pub struct Facts {
     pub said: Option<Result<PoolFacts, String>>,
     /// Namespaces of the spec that don't exist.
     pub missing_namespaces: Vec<String>,
+    /// Namespaces of the spec that are being deleted: nothing can be made in them any more.
+    pub ending_namespaces: Vec<String>,
     pub credentials: Credentials,
 }
 
@@ -70,6 +72,14 @@ impl Credentials {
             Some(key) => Self::Without(key),
             None => Self::There(secret.metadata.resource_version.clone().unwrap_or_default()),
         }
+    }
+}
+
+impl Facts {
+    /// Whether nothing can be made in a namespace.
+    #[must_use]
+    pub fn lacks(&self, namespace: &str) -> bool {
+        self.missing_namespaces.iter().chain(&self.ending_namespaces).any(|n| n == namespace)
     }
 }
 
@@ -119,16 +129,18 @@ pub async fn dereference(
     let ip = service.and_then(|s| s.spec).and_then(|s| s.cluster_ip).filter(|ip| !ip.is_empty());
     let ready = broker.as_ref().and_then(|b| b.status.as_ref()).and_then(|s| s.ready_replicas).unwrap_or(0) > 0;
     let said = if ready { Some(context.brokers.pool(pool).await.map_err(|e| e.to_string())) } else { None };
-    let mut missing_namespaces = Vec::new();
+    let (mut missing_namespaces, mut ending_namespaces) = (Vec::new(), Vec::new());
     let all: Api<Namespace> = Api::all(context.client.clone());
     for name in namespaces.iter().filter(|n| *n != "*") {
         let found: Option<PartialObjectMeta<Namespace>> =
             all.get_metadata_opt(name).await.map_err(failed("a namespace"))?;
-        if found.is_none() {
-            missing_namespaces.push(name.clone());
+        match found {
+            None => missing_namespaces.push(name.clone()),
+            Some(found) if found.metadata.deletion_timestamp.is_some() => ending_namespaces.push(name.clone()),
+            Some(_) => {}
         }
     }
-    Ok(Facts { authorities, certificate, broker, judges, ip, said, missing_namespaces, credentials })
+    Ok(Facts { authorities, certificate, broker, judges, ip, said, missing_namespaces, ending_namespaces, credentials })
 }
 
 /// Secret with the broker's certificate.

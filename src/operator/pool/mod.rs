@@ -60,12 +60,16 @@ pub async fn reconcile(pool: Arc<Guarded<GpuPool>>, context: Arc<Context>) -> Re
     let (checked, failed) = match valid {
         Err(error) => (Err(error), None),
         Ok(valid) => match carry_out(&context, &valid, &owner, &facts, now).await {
-            Ok(()) => (Ok(()), None),
+            Ok(ending) => {
+                facts.ending_namespaces.extend(ending);
+                (Ok(()), None)
+            }
             Err(error) => (Ok(()), Some(error)),
         },
     };
     if facts.broker.is_none() && failed.is_none() && checked.is_ok() {
-        facts = dereference::dereference(&context, &name, &[], pool.spec.credentials()).await?;
+        facts =
+            dereference::dereference(&context, &name, &pool.spec.allowed_namespaces, pool.spec.credentials()).await?;
     }
     let why = failed.as_ref().map(ToString::to_string);
     let status = status::status(pool, &context.settings.namespace, &checked, why.as_deref(), &facts, now);
@@ -86,10 +90,11 @@ async fn carry_out(
     owner: &k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference,
     facts: &dereference::Facts,
     now: Timestamp,
-) -> Result<(), apply::Error> {
+) -> Result<Vec<String>, apply::Error> {
     let authorities = apply::keys(context, &pool.name, owner, facts, now).await?;
     let bundle = authorities.bundle();
     let objects = build::build(pool, owner, &context.settings, &bundle, facts)?;
-    apply::objects(context, &objects).await?;
-    apply::prune(&context.client, &pool.name, &objects).await
+    let ending = apply::objects(context, &objects).await?;
+    apply::prune(&context.client, &pool.name, &objects).await?;
+    Ok(ending)
 }

@@ -156,14 +156,20 @@ fn ready(
         let hint = format!("kubectl describe pod {}-0 in the operator's namespace says why", names::judge(&name));
         return Said::no("JudgesNotReady", format!("none of {wanted} judges is ready; {hint}"));
     }
-    let missing = match facts.missing_namespaces.as_slice() {
-        [] => String::new(),
-        names => format!("; these allowed namespaces don't exist: {}", names.join(", ")),
-    };
+    let missing = lacking(facts);
     if ready < wanted {
         return Said::yes("SomeJudgesReady", format!("{ready} of {wanted} judges are ready{missing}"));
     }
     Said::yes("JudgesReady", format!("all {wanted} judges are ready{missing}"))
+}
+
+/// Allowed namespaces that the pool can't serve, as a part of a sentence.
+fn lacking(facts: &Facts) -> String {
+    let told = |names: &[String], what: &str| match names {
+        [] => String::new(),
+        names => format!("; these allowed namespaces {what}: {}", names.join(", ")),
+    };
+    told(&facts.missing_namespaces, "don't exist") + &told(&facts.ending_namespaces, "are being deleted")
 }
 
 /// Compute capability of a card, by what judges tell of it.
@@ -332,7 +338,15 @@ mod tests {
             ),
             ("no judge", facts(set(1), set(0), said(Vec::new()))),
             ("one judge", facts(set(1), set(1), said(well.clone()))),
-            ("all judges", facts(set(1), set(2), said(well))),
+            ("all judges", facts(set(1), set(2), said(well.clone()))),
+            (
+                "namespaces are lacking",
+                Facts {
+                    missing_namespaces: vec!["gone".into()],
+                    ending_namespaces: vec!["ending".into()],
+                    ..facts(set(1), set(2), said(well.clone()))
+                },
+            ),
             ("a card is shared and sick", facts(set(1), set(2), said(sick))),
         ];
         let now = Timestamp::from_second(1_800_000_000).unwrap();
