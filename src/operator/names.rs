@@ -74,6 +74,12 @@ pub fn broker(pool: &str) -> String {
     format!("{pool}-broker")
 }
 
+/// The one pod of a pool's broker.
+#[must_use]
+pub fn broker_pod(pool: &str) -> String {
+    format!("{}-0", broker(pool))
+}
+
 /// The judges of a pool: StatefulSet, ServiceAccount.
 #[must_use]
 pub fn judge(pool: &str) -> String {

@@ -5,17 +5,20 @@ use std::collections::BTreeMap;
 
 use jiff::Timestamp;
 use k8s_openapi::ByteString;
-use k8s_openapi::api::core::v1::Secret;
+use k8s_openapi::api::core::v1::{Pod, Secret};
 use k8s_openapi::api::rbac::v1::{ClusterRoleBinding, RoleBinding};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
-use kube::api::{Api, ApiResource, DeleteParams, DynamicObject, ListParams, PartialObjectMeta, PostParams};
+use kube::api::{
+    Api, ApiResource, DeleteParams, DynamicObject, ListParams, PartialObjectMeta, PostParams, Preconditions,
+};
 use kube::{Client, Resource, ResourceExt};
 
 use super::build::Objects;
 use super::certificates::{self, Authorities, Step};
 use super::dereference::{Facts, tls_secret};
+use crate::api::GpuPool;
 use crate::operator::apply;
-use crate::operator::context::Context;
+use crate::operator::context::{Context, reference};
 use crate::operator::names;
 
 /// Why something isn't as it was built.
@@ -114,6 +117,23 @@ pub async fn objects(context: &Context, objects: &Objects) -> Result<Vec<String>
         }
     }
     Ok(ending)
+}
+
+/// Deletes the broker's pod that stands in the way of its successor, by the UID that was seen. What it says is for
+/// whoever looks: the next pass tries again.
+pub async fn unstick(context: &Context, pool: &GpuPool, uid: &str) {
+    let name = names::broker_pod(&pool.name_any());
+    let api: Api<Pod> = Api::namespaced(context.client.clone(), &context.settings.namespace);
+    let preconditions = Some(Preconditions { uid: Some(uid.to_owned()), resource_version: None });
+    match api.delete(&name, &DeleteParams { preconditions, ..DeleteParams::default() }).await {
+        Ok(_) => {
+            let note = format!("pod {name} never became ready and is of a form that was corrected since: deleted");
+            let about = reference::<GpuPool>(&pool.metadata);
+            context.event(&about, false, "BrokerPodReplaced", "Reconcile", &note).await;
+        }
+        Err(kube::Error::Api(status)) if status.code == 404 || status.code == 409 => {}
+        Err(error) => tracing::warn!(pod = name, %error, "the broker's pod stands in the way and can't be deleted"),
+    }
 }
 
 /// Takes back the broker's rights in namespaces that the pool is no more for.

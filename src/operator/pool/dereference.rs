@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use k8s_openapi::api::apps::v1::StatefulSet;
-use k8s_openapi::api::core::v1::{Namespace, Secret, Service};
+use k8s_openapi::api::core::v1::{Namespace, Pod, Secret, Service};
 use kube::api::{Api, PartialObjectMeta};
 
 use super::certificates::{self, Authorities, Pair};
@@ -28,6 +28,8 @@ pub struct Facts {
     pub certificate: Option<(Pair, String)>,
     pub broker: Option<StatefulSet>,
     pub judges: Option<StatefulSet>,
+    /// UID of the broker's pod where it stands in the way of the one that is to replace it.
+    pub stuck: Option<String>,
     /// ClusterIP of the broker's Service.
     pub ip: Option<String>,
     /// What the broker says, or why it says nothing.
@@ -123,11 +125,19 @@ pub async fn dereference(
     };
     let sets: Api<StatefulSet> = Api::namespaced(context.client.clone(), namespace);
     let broker = sets.get_opt(&names::broker(pool)).await.map_err(failed("the broker"))?;
+    let stuck = match broker.as_ref().filter(|set| ready_replicas(set) == 0) {
+        None => None,
+        Some(set) => {
+            let pods: Api<Pod> = Api::namespaced(context.client.clone(), namespace);
+            let pod = pods.get_opt(&names::broker_pod(pool)).await.map_err(failed("the broker's pod"))?;
+            pod.filter(|pod| stands_in_the_way(set, pod)).and_then(|pod| pod.metadata.uid)
+        }
+    };
     let judges = sets.get_opt(&names::judge(pool)).await.map_err(failed("the judges"))?;
     let services: Api<Service> = Api::namespaced(context.client.clone(), namespace);
     let service = services.get_opt(&names::broker(pool)).await.map_err(failed("the broker's Service"))?;
     let ip = service.and_then(|s| s.spec).and_then(|s| s.cluster_ip).filter(|ip| !ip.is_empty());
-    let ready = broker.as_ref().and_then(|b| b.status.as_ref()).and_then(|s| s.ready_replicas).unwrap_or(0) > 0;
+    let ready = broker.as_ref().is_some_and(|set| ready_replicas(set) > 0);
     let said = if ready { Some(context.brokers.pool(pool).await.map_err(|e| e.to_string())) } else { None };
     let (mut missing_namespaces, mut ending_namespaces) = (Vec::new(), Vec::new());
     let all: Api<Namespace> = Api::all(context.client.clone());
@@ -140,7 +150,40 @@ pub async fn dereference(
             Some(_) => {}
         }
     }
-    Ok(Facts { authorities, certificate, broker, judges, ip, said, missing_namespaces, ending_namespaces, credentials })
+    Ok(Facts {
+        authorities,
+        certificate,
+        broker,
+        stuck,
+        judges,
+        ip,
+        said,
+        missing_namespaces,
+        ending_namespaces,
+        credentials,
+    })
+}
+
+/// Replicas of a StatefulSet that are ready, whatever their form.
+#[must_use]
+pub fn ready_replicas(set: &StatefulSet) -> i32 {
+    set.status.as_ref().and_then(|s| s.ready_replicas).unwrap_or(0)
+}
+
+/// Whether a pod stands in the way of its successor: it isn't ready, and is of another form than its StatefulSet's present
+/// one. A StatefulSet that makes its pods in order waits for it to become ready before it replaces it, which it never does
+/// if that form was broken ("forced rollback" in Kubernetes' documentation). Pure.
+#[must_use]
+pub fn stands_in_the_way(set: &StatefulSet, pod: &Pod) -> bool {
+    let Some(status) = &set.status else { return false };
+    let seen = status.observed_generation >= set.metadata.generation;
+    let uid = set.metadata.uid.as_deref();
+    let ours = pod.metadata.owner_references.iter().flatten().any(|o| Some(o.uid.as_str()) == uid);
+    let conditions = pod.status.iter().flat_map(|s| s.conditions.iter().flatten());
+    let ready = conditions.into_iter().any(|c| c.type_ == "Ready" && c.status == "True");
+    let form = pod.metadata.labels.as_ref().and_then(|l| l.get("controller-revision-hash"));
+    let old = form.is_some() && status.update_revision.is_some() && form != status.update_revision.as_ref();
+    seen && ours && old && !ready && pod.metadata.deletion_timestamp.is_none()
 }
 
 /// Secret with the broker's certificate.
@@ -159,6 +202,33 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+
+    #[test]
+    fn a_broken_pod_of_the_form_before_stands_in_the_way_of_the_corrected_one() {
+        let set = |observed: i64| -> StatefulSet {
+            serde_json::from_value(json!({
+                "metadata": { "uid": "set", "generation": 3 },
+                "status": { "replicas": 1, "observedGeneration": observed, "currentRevision": "b-1", "updateRevision": "b-2" },
+            }))
+            .unwrap()
+        };
+        let pod = |form: &str, ready: &str, owner: &str, deleted: Option<&str>| -> Pod {
+            serde_json::from_value(json!({
+                "metadata": {
+                    "labels": { "controller-revision-hash": form }, "deletionTimestamp": deleted,
+                    "ownerReferences": [{ "apiVersion": "apps/v1", "kind": "StatefulSet", "name": "b", "uid": owner }],
+                },
+                "status": { "conditions": [{ "type": "Ready", "status": ready }] },
+            }))
+            .unwrap()
+        };
+        assert!(stands_in_the_way(&set(3), &pod("b-1", "False", "set", None)));
+        assert!(!stands_in_the_way(&set(2), &pod("b-1", "False", "set", None)), "its controller hasn't looked yet");
+        assert!(!stands_in_the_way(&set(3), &pod("b-2", "False", "set", None)), "it is the present form that starts");
+        assert!(!stands_in_the_way(&set(3), &pod("b-1", "True", "set", None)), "the StatefulSet replaces it itself");
+        assert!(!stands_in_the_way(&set(3), &pod("b-1", "False", "other", None)));
+        assert!(!stands_in_the_way(&set(3), &pod("b-1", "False", "set", Some("2027-01-15T08:00:00Z"))));
+    }
 
     #[test]
     fn credentials_are_both_keys_of_a_secret() {

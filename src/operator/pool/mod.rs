@@ -56,6 +56,9 @@ pub async fn reconcile(pool: Arc<Guarded<GpuPool>>, context: Arc<Context>) -> Re
     let now = Timestamp::now();
     let mut facts =
         dereference::dereference(&context, &name, &pool.spec.allowed_namespaces, pool.spec.credentials()).await?;
+    if let Some(uid) = &facts.stuck {
+        apply::unstick(&context, pool, uid).await;
+    }
     let valid = validate::validate(pool);
     let (checked, failed) = match valid {
         Err(error) => (Err(error), None),

@@ -3,7 +3,7 @@
 use jiff::Timestamp;
 use k8s_openapi::api::apps::v1::StatefulSet;
 
-use super::dereference::{Credentials, Facts};
+use super::dereference::{Credentials, Facts, ready_replicas};
 use super::validate;
 use crate::api::NameReference;
 use crate::api::pool::{GpuPool, GpuPoolStatus, Sharing, Unhealthy};
@@ -72,10 +72,6 @@ fn number(n: u32) -> i32 {
     i32::try_from(n).unwrap_or(i32::MAX)
 }
 
-fn ready_replicas(set: &StatefulSet) -> i32 {
-    set.status.as_ref().and_then(|s| s.ready_replicas).unwrap_or(0)
-}
-
 /// What is wrong with the bucket's credentials, before anybody has used them.
 fn credentials(secret: &str, namespace: &str, found: &Credentials) -> Option<Said> {
     let keys = "access-key-id and secret-access-key";
@@ -119,7 +115,7 @@ fn ready(
     let Some(broker) = &facts.broker else { return Said::no("Starting", "the broker is being made") };
     let name = pool.metadata.name.clone().unwrap_or_default();
     if ready_replicas(broker) == 0 {
-        let hint = format!("kubectl describe pod {}-0 in the operator's namespace says why", names::broker(&name));
+        let hint = format!("kubectl describe pod {} in the operator's namespace says why", names::broker_pod(&name));
         return Said::no("BrokerNotReady", format!("the broker's pod is not ready; {hint}"));
     }
     match &facts.said {
