@@ -72,6 +72,17 @@ fn number(n: u32) -> i32 {
     i32::try_from(n).unwrap_or(i32::MAX)
 }
 
+/// Replicas of a StatefulSet that are ready and of its present form, at least: of those that are ready, all that aren't
+/// of that form might be.
+fn present(set: &StatefulSet) -> i32 {
+    let Some(status) = &set.status else { return 0 };
+    if status.observed_generation < set.metadata.generation {
+        return 0;
+    }
+    let before = status.replicas - status.updated_replicas.unwrap_or(0);
+    (status.ready_replicas.unwrap_or(0) - before).max(0)
+}
+
 /// What is wrong with the bucket's credentials, before anybody has used them.
 fn credentials(secret: &str, namespace: &str, found: &Credentials) -> Option<Said> {
     let keys = "access-key-id and secret-access-key";
@@ -118,6 +129,9 @@ fn ready(
         let hint = format!("kubectl describe pod {} in the operator's namespace says why", names::broker_pod(&name));
         return Said::no("BrokerNotReady", format!("the broker's pod is not ready; {hint}"));
     }
+    if present(broker) == 0 {
+        return Said::no("BrokerUpdating", "the broker's pod is being replaced by one of the present form");
+    }
     match &facts.said {
         Some(Err(why)) => return Said::no("BrokerUnreachable", why.clone()),
         None => return Said::no("Starting", "the broker was not asked yet"),
@@ -144,9 +158,14 @@ fn ready(
         return Said::no("WrongArch", message);
     }
     let wanted = pool.spec.replicas;
-    let ready = facts.judges.as_ref().map_or(0, ready_replicas);
+    let ready = facts.judges.as_ref().map_or(0, present);
+    let before = facts.judges.as_ref().map_or(0, ready_replicas) - ready;
     if wanted == 0 {
         return Said::no("NoJudges", "spec.replicas is 0: evaluations wait until there is a judge");
+    }
+    if ready == 0 && before > 0 {
+        let message = format!("{before} judges of the form before go on while they are replaced one after the other");
+        return Said::no("JudgesUpdating", message);
     }
     if ready == 0 {
         let hint = format!("kubectl describe pod {}-0 in the operator's namespace says why", names::judge(&name));
@@ -233,7 +252,25 @@ mod tests {
     }
 
     fn set(ready: i32) -> Option<StatefulSet> {
-        serde_json::from_value(json!({"metadata": {}, "spec": {"selector": {}, "serviceName": "x", "template": {}}, "status": {"replicas": 2, "readyReplicas": ready}})).unwrap()
+        serde_json::from_value(json!({"metadata": {}, "spec": {"selector": {}, "serviceName": "x", "template": {}}, "status": {"replicas": 2, "updatedReplicas": 2, "readyReplicas": ready}})).unwrap()
+    }
+
+    /// One whose pods are replaced: so many of two are of the present form.
+    fn rolling(ready: i32, updated: i32) -> Option<StatefulSet> {
+        let mut set = set(ready);
+        if let Some(status) = set.as_mut().and_then(|s| s.status.as_mut()) {
+            status.updated_replicas = Some(updated);
+        }
+        set
+    }
+
+    #[test]
+    fn what_is_ready_is_what_is_ready_of_the_present_form() {
+        let of = |set: Option<StatefulSet>| present(&set.unwrap());
+        assert_eq!([of(set(2)), of(rolling(2, 1)), of(rolling(2, 0)), of(rolling(1, 1))], [2, 1, 0, 0]);
+        let mut unseen = set(2).unwrap();
+        unseen.metadata.generation = Some(7);
+        assert_eq!(present(&unseen), 0, "its controller hasn't looked yet");
     }
 
     fn line(status: &GpuPoolStatus) -> String {
@@ -332,6 +369,8 @@ mod tests {
                 "the broker does not answer",
                 facts(set(1), set(0), Some(Err("the broker of pool p can't be reached: refused".into()))),
             ),
+            ("the broker is replaced", facts(rolling(1, 0), set(2), said(well.clone()))),
+            ("judges are replaced", facts(set(2), rolling(2, 0), said(well.clone()))),
             ("no judge", facts(set(1), set(0), said(Vec::new()))),
             ("one judge", facts(set(1), set(1), said(well.clone()))),
             ("all judges", facts(set(1), set(2), said(well.clone()))),
