@@ -169,18 +169,21 @@ fn episodes_in_pods_end_as_on_one_machine_whichever_part_is_killed_meanwhile() {
 const KEY: &str = "sk-of-the-endpoint-0123456789";
 
 /// A gateway in front of a scripted endpoint.
-fn gateway(house: &House, server: &Server) -> (Process, String) {
+fn gateway(house: &House, server: &Server) -> (Process, String, String) {
     std::fs::write(house.path("key"), KEY).unwrap();
     std::fs::write(house.path("gateway-token"), "pod-of-the-lab\n").unwrap();
     let known = json!([{"token": "pod-of-the-lab", "namespace": "lab", "pod": "any"}]);
     std::fs::write(house.path("gateway-tokens.json"), known.to_string()).unwrap();
-    let listen = {
+    let free = || {
         let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-        free.local_addr().unwrap().to_string()
+        (free.local_addr().unwrap().to_string(), free)
     };
+    // Both at once, so that they differ.
+    let ((listen, one), (metrics, other)) = (free(), free());
+    drop((one, other));
     let process = house
         .program("gateway")
-        .args(["--listen", &listen, "--upstream", &server.url(), "--models", "scripted,other"])
+        .args(["--listen", &listen, "--metrics", &metrics, "--upstream", &server.url(), "--models", "scripted,other"])
         .arg("--key-file")
         .arg(house.path("key"))
         .arg("--tokens")
@@ -188,8 +191,8 @@ fn gateway(house: &House, server: &Server) -> (Process, String) {
         .spawn()
         .unwrap();
     let process = Process(process);
-    until("the gateway is ready", || (get(&listen, "/readyz", "").0 == 200).then_some(()));
-    (process, listen)
+    until("the gateway is ready", || (get(&metrics, "/readyz", "").0 == 200).then_some(()));
+    (process, listen, metrics)
 }
 
 /// A request by hand: status and body.
@@ -245,7 +248,7 @@ fn models_and_recordings_write_kernels_in_a_pods_sandbox_and_get_at_nothing_else
          python3 -c 'import socket; socket.socket(socket.AF_INET)' 2>/dev/null || echo ALONE; echo $KERNELFLEET_SOCKET"
     );
     let server = Server::playing(acts(&look));
-    let (mut gateway, address) = gateway(&house, &server);
+    let (mut gateway, address, measured) = gateway(&house, &server);
     until("a judge registers", || (house.pool().judges == 1).then_some(()));
 
     let spec = json!({"agent": {"maxTurns": 20}, "policy": {"endpoint": {"name": "here", "model": "scripted"}}});
@@ -282,7 +285,11 @@ fn models_and_recordings_write_kernels_in_a_pods_sandbox_and_get_at_nothing_else
     let seen = server.state.lock().unwrap().authorizations.clone();
     assert!(seen.iter().all(|a| *a == format!("Bearer {KEY}")), "{seen:?}");
     assert!(objects(&house).iter().all(|(_, bytes)| !String::from_utf8_lossy(bytes).contains(KEY)));
-    let metrics = get(&address, "/metrics", "").1;
+    for path in ["/metrics", "/healthz", "/readyz"] {
+        assert_eq!(get(&address, path, "").0, 404, "{path} is no agent's");
+    }
+    assert_eq!(get(&measured, "/v1/models", "pod-of-the-lab").0, 404);
+    let metrics = get(&measured, "/metrics", "").1;
     for line in [
         format!("kernelfleet_gateway_tokens_total{{kind=\"prompt\"}} {read}"),
         format!("kernelfleet_gateway_tokens_total{{kind=\"completion\"}} {written}"),

@@ -19,8 +19,10 @@ pub const BROKER_NAME: &str = "broker.kernelfleet";
 pub const BROKER_PORT: u16 = 8443;
 /// Port of a broker's metrics and health.
 pub const BROKER_HTTP_PORT: u16 = 8080;
-/// Port of every gateway.
+/// Port of every gateway where models are asked.
 pub const GATEWAY_PORT: u16 = 8080;
+/// Port of a gateway's metrics and health.
+pub const GATEWAY_HTTP_PORT: u16 = 8081;
 /// Finalizer of an OptimizationJob: its broker is to be told that it ends.
 pub const FINALIZER: &str = "kernelfleet.dev/broker";
 /// Label of an agent's pod: the pool of its judges.

@@ -258,9 +258,12 @@ impl JudgeWorker {
 /// `kernelfleet gateway`.
 #[derive(Args, Clone, Debug)]
 pub struct Gateway {
-    /// Address that is served
+    /// Address where models are asked
     #[arg(long, value_name = "ADDRESS", env = "KERNELFLEET_LISTEN", default_value = "0.0.0.0:8080")]
     listen: SocketAddr,
+    /// Address of /metrics, /healthz and /readyz, which agents don't reach
+    #[arg(long, value_name = "ADDRESS", env = "KERNELFLEET_METRICS", default_value = "0.0.0.0:8081")]
+    metrics: SocketAddr,
     /// The endpoint, up to and with its version: https://host/v1
     #[arg(long, value_name = "URL", env = "KERNELFLEET_UPSTREAM")]
     upstream: String,
@@ -316,6 +319,7 @@ impl Gateway {
         upstream.silence = Duration::from_secs(self.silence.max(1));
         Ok(gateway::Arguments {
             listen: self.listen,
+            metrics: self.metrics,
             upstream,
             models: self.models,
             namespace: self.namespace,

@@ -196,7 +196,9 @@ class Network:
         self.gateway = env["KERNELFLEET_GATEWAY"].removeprefix("http://").removesuffix("/v1")
         judges = jobs.cluster.get("pods", "-n", SYSTEM, "-l", "app.kubernetes.io/component=judge")["items"]
         judge = judges[0]["status"]["podIP"]
-        self.others = ["10.96.0.1:443", f"{HOST}:6443", "10.77.0.11:10250", f"{judge}:8081"]
+        # The gateway's metrics are no agent's.
+        metrics = self.gateway.rsplit(":", 1)[0] + ":8081"
+        self.others = [metrics, "10.96.0.1:443", f"{HOST}:6443", "10.77.0.11:10250", f"{judge}:8081"]
 
     def inside(self, *words: str) -> str:
         """A program in the sandbox's container and not under its filter."""

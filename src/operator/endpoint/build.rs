@@ -77,7 +77,11 @@ fn service(endpoint: &ValidEndpoint, owner: &OwnerReference) -> Value {
         "spec": {
             "type": "ClusterIP",
             "selector": names::selector("gateway", &endpoint.name),
-            "ports": [{ "name": "http", "port": names::GATEWAY_PORT, "targetPort": "http", "protocol": "TCP" }],
+            // By number: a gateway of an earlier release has its ports by other names and goes on until it is replaced.
+            "ports": [
+                { "name": "models", "port": names::GATEWAY_PORT, "targetPort": names::GATEWAY_PORT, "protocol": "TCP" },
+                { "name": "http", "port": names::GATEWAY_HTTP_PORT, "targetPort": names::GATEWAY_HTTP_PORT, "protocol": "TCP" },
+            ],
         },
     })
 }
@@ -87,6 +91,7 @@ fn deployment(endpoint: &ValidEndpoint, owner: &OwnerReference, settings: &Setti
     let models: Vec<&str> = spec.models.iter().map(|m| m.name.as_str()).collect();
     let mut args = vec![
         format!("--listen=0.0.0.0:{}", names::GATEWAY_PORT),
+        format!("--metrics=0.0.0.0:{}", names::GATEWAY_HTTP_PORT),
         format!("--upstream={}", spec.base_url),
         format!("--models={}", models.join(",")),
         format!("--namespace={}", endpoint.namespace),
@@ -144,7 +149,10 @@ fn deployment(endpoint: &ValidEndpoint, owner: &OwnerReference, settings: &Setti
                         "command": ["kernelfleet", "gateway"],
                         "args": args,
                         "env": [{ "name": "KERNELFLEET_LOG_FORMAT", "value": "json" }],
-                        "ports": [{ "name": "http", "containerPort": names::GATEWAY_PORT, "protocol": "TCP" }],
+                        "ports": [
+                            { "name": "models", "containerPort": names::GATEWAY_PORT, "protocol": "TCP" },
+                            { "name": "http", "containerPort": names::GATEWAY_HTTP_PORT, "protocol": "TCP" },
+                        ],
                         "livenessProbe": { "httpGet": { "path": "/healthz", "port": "http" }, "periodSeconds": 10, "failureThreshold": 6 },
                         "readinessProbe": { "httpGet": { "path": "/readyz", "port": "http" }, "periodSeconds": 3 },
                         "resources": { "requests": { "cpu": "50m", "memory": "64Mi" }, "limits": { "memory": "512Mi" } },
@@ -162,7 +170,7 @@ fn deployment(endpoint: &ValidEndpoint, owner: &OwnerReference, settings: &Setti
     })
 }
 
-/// Agents of its namespace reach it; where it goes itself is its owner's to say.
+/// Agents of its namespace reach its models, and whoever measures its metrics; where it goes itself is its owner's to say.
 fn policy(endpoint: &ValidEndpoint, owner: &OwnerReference) -> Value {
     json!({
         "apiVersion": "networking.k8s.io/v1",
@@ -171,11 +179,15 @@ fn policy(endpoint: &ValidEndpoint, owner: &OwnerReference) -> Value {
         "spec": {
             "podSelector": { "matchLabels": names::selector("gateway", &endpoint.name) },
             "policyTypes": ["Ingress"],
-            "ingress": [{
-                "from": [{ "podSelector": { "matchLabels": {
-                    "app.kubernetes.io/name": "kernelfleet", "app.kubernetes.io/component": "agent" } } }],
-                "ports": [{ "port": names::GATEWAY_PORT, "protocol": "TCP" }],
-            }],
+            "ingress": [
+                {
+                    "from": [{ "podSelector": { "matchLabels": {
+                        "app.kubernetes.io/name": "kernelfleet", "app.kubernetes.io/component": "agent" } } }],
+                    "ports": [{ "port": names::GATEWAY_PORT, "protocol": "TCP" }],
+                },
+                // Metrics and health. Agents' own policy doesn't let them out to it.
+                { "ports": [{ "port": names::GATEWAY_HTTP_PORT, "protocol": "TCP" }] },
+            ],
         },
     })
 }

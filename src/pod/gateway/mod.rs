@@ -35,7 +35,10 @@ const ANSWER: u64 = 500;
 /// What a gateway pod is given.
 #[derive(Clone, Debug)]
 pub struct Arguments {
+    /// Where models are asked.
     pub listen: SocketAddr,
+    /// Where metrics and health are, apart from what agents reach.
+    pub metrics: SocketAddr,
     pub upstream: Settings,
     /// Models that may be asked for.
     pub models: Vec<String>,
@@ -85,24 +88,20 @@ pub fn main(arguments: Arguments, stop: &'static AtomicBool, grace: Duration) ->
             }
             (None, None) => return Err(Failure::Settings("--namespace: whose pods may ask?".into())),
         };
-        let listener = tokio::net::TcpListener::bind(arguments.listen).await.map_err(|e| {
-            Failure::Serve(std::io::Error::new(e.kind(), format!("--listen {}: {e}", arguments.listen)))
-        })?;
+        let listener = bind("--listen", arguments.listen).await?;
+        let plain = bind("--metrics", arguments.metrics).await?;
         let role = Arc::new(Role { gateway: Arc::clone(&gateway), models, callers, counts, stop });
-        tracing::info!(listen = %arguments.listen, upstream = gateway.settings().base_url, "serving");
-        let served = axum::serve(listener, routes(role)).with_graceful_shutdown(async {
-            while !stop.load(Ordering::Relaxed) {
-                tokio::time::sleep(Duration::from_millis(100)).await;
-            }
-        });
+        tracing::info!(listen = %arguments.listen, metrics = %arguments.metrics, upstream = gateway.settings().base_url, "serving");
+        let told = axum::serve(plain, health(Arc::clone(&role)));
+        let served = axum::serve(listener, routes(role)).with_graceful_shutdown(stopped(stop));
         let ended = async {
-            while !stop.load(Ordering::Relaxed) {
-                tokio::time::sleep(Duration::from_millis(100)).await;
-            }
+            stopped(stop).await;
             tokio::time::sleep(grace).await;
         };
         tokio::select! {
             done = served => done.map_err(Failure::Serve),
+            // It is told of until the last answer has ended.
+            done = told => done.map_err(Failure::Serve),
             () = ended => Ok(()),
         }
     })?;
@@ -112,7 +111,29 @@ pub fn main(arguments: Arguments, stop: &'static AtomicBool, grace: Duration) ->
     Ok(())
 }
 
+async fn bind(flag: &str, address: SocketAddr) -> Result<tokio::net::TcpListener, Failure> {
+    let bound = tokio::net::TcpListener::bind(address).await;
+    bound.map_err(|e| Failure::Serve(std::io::Error::new(e.kind(), format!("{flag} {address}: {e}"))))
+}
+
+async fn stopped(stop: &AtomicBool) {
+    while !stop.load(Ordering::Relaxed) {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+}
+
+/// What agents reach.
 fn routes(role: Arc<Role>) -> Router {
+    Router::new()
+        .route("/v1/chat/completions", post(|state, headers, body| ask("chat/completions", state, headers, body)))
+        .route("/v1/completions", post(|state, headers, body| ask("completions", state, headers, body)))
+        .route("/v1/models", get(models))
+        .layer(DefaultBodyLimit::max(MAX_REQUEST))
+        .with_state(role)
+}
+
+/// What the cluster asks: it has no caller and is no agent's to read.
+fn health(role: Arc<Role>) -> Router {
     let ready = |State(role): State<Arc<Role>>| async move {
         if role.stop.load(Ordering::Relaxed) {
             (StatusCode::SERVICE_UNAVAILABLE, "ending")
@@ -124,13 +145,9 @@ fn routes(role: Arc<Role>) -> Router {
         role.counts.text().map_err(|e| (StatusCode::INTERNAL_SERVER_ERROR, e.to_string()))
     };
     Router::new()
-        .route("/v1/chat/completions", post(|state, headers, body| ask("chat/completions", state, headers, body)))
-        .route("/v1/completions", post(|state, headers, body| ask("completions", state, headers, body)))
-        .route("/v1/models", get(models))
         .route("/metrics", get(metrics))
         .route("/healthz", get(|| async { "ok" }))
         .route("/readyz", get(ready))
-        .layer(DefaultBodyLimit::max(MAX_REQUEST))
         .with_state(role)
 }
 
@@ -276,5 +293,43 @@ mod tests {
         upstream.stream = false;
         fit(&mut request, "chat/completions", &upstream);
         assert_eq!(request, json!({"model": "m", "return_token_ids": true, "logprobs": true}));
+    }
+
+    #[test]
+    fn metrics_and_health_are_not_where_agents_ask() {
+        use std::io::{Read, Write};
+        static STOP: AtomicBool = AtomicBool::new(false);
+        let folder = tempfile::tempdir().unwrap();
+        let tokens = folder.path().join("tokens.json");
+        std::fs::write(&tokens, "[]").unwrap();
+        let role = Arc::new(Role {
+            gateway: Arc::new(Gateway::new(Settings::new("http://127.0.0.1:1/v1")).unwrap()),
+            models: vec!["m".into()],
+            callers: Callers::from_file(&tokens).unwrap(),
+            counts: Counts::new().unwrap(),
+            stop: &STOP,
+        });
+        let runtime = tokio::runtime::Runtime::new().unwrap();
+        let serve = |routes: Router| {
+            runtime.block_on(async {
+                let listener = bind("--listen", ([127, 0, 0, 1], 0).into()).await.unwrap();
+                let address = listener.local_addr().unwrap();
+                tokio::spawn(async move { axum::serve(listener, routes).await });
+                address
+            })
+        };
+        let (agents, cluster) = (serve(routes(Arc::clone(&role))), serve(health(Arc::clone(&role))));
+        let status = |address: SocketAddr, path: &str| -> String {
+            let mut stream = std::net::TcpStream::connect(address).unwrap();
+            write!(stream, "GET {path} HTTP/1.1\r\nhost: gateway\r\nconnection: close\r\n\r\n").unwrap();
+            let mut text = String::new();
+            stream.read_to_string(&mut text).unwrap();
+            text.split_whitespace().nth(1).unwrap().to_owned()
+        };
+        for path in ["/metrics", "/healthz", "/readyz"] {
+            assert_eq!((status(agents, path), status(cluster, path)), ("404".into(), "200".into()), "{path}");
+        }
+        assert_eq!((status(agents, "/v1/models"), status(cluster, "/v1/models")), ("401".into(), "404".into()));
+        runtime.shutdown_background();
     }
 }
