@@ -41,6 +41,16 @@ fn the_schema_knows_each_value_and_no_other() {
 }
 
 #[test]
+fn the_operator_leaves_a_node_that_is_lost_as_soon_as_what_it_makes() {
+    let template = std::fs::read_to_string(chart().join("templates/operator.yaml")).unwrap();
+    for made in kernelfleet::operator::pods::tolerations().as_array().unwrap() {
+        let (key, seconds) = (made["key"].as_str().unwrap(), &made["tolerationSeconds"]);
+        let line = format!("{{ key: {key}, operator: Exists, effect: NoExecute, tolerationSeconds: {seconds} }}");
+        assert!(template.contains(&line), "{line}");
+    }
+}
+
+#[test]
 fn the_chart_starts_the_operator_with_flags_that_it_has() {
     let help =
         std::process::Command::new(env!("CARGO_BIN_EXE_kernelfleet")).args(["operator", "--help"]).output().unwrap();

@@ -42,7 +42,7 @@ pub struct Settings {
     pub judge_image: String,
     /// `Always`, `IfNotPresent`, `Never`.
     pub pull_policy: String,
-    /// Secrets of the operator's namespace that images are pulled with.
+    /// Names of Secrets that images are pulled with, in the namespace of each pod.
     pub pull_secrets: Vec<String>,
 }
 

@@ -22,6 +22,7 @@ pub mod job;
 pub mod lease;
 pub mod metrics;
 pub mod names;
+pub mod pods;
 pub mod pool;
 pub mod results;
 pub mod serve;

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use super::validate::ValidEndpoint;
 use crate::operator::apply::{self, Built};
 use crate::operator::context::Settings;
-use crate::operator::names;
+use crate::operator::{names, pods};
 
 /// User of the gateway.
 const GATEWAY: i64 = 10004;
@@ -138,6 +138,8 @@ fn deployment(endpoint: &ValidEndpoint, owner: &OwnerReference, settings: &Setti
                     "automountServiceAccountToken": false,
                     "enableServiceLinks": false,
                     "terminationGracePeriodSeconds": 30,
+                    "imagePullSecrets": pods::pull(settings),
+                    "tolerations": pods::tolerations(),
                     "securityContext": {
                         "runAsNonRoot": true, "runAsUser": GATEWAY, "runAsGroup": GATEWAY, "fsGroup": GATEWAY,
                         "seccompProfile": { "type": "RuntimeDefault" },

@@ -19,7 +19,7 @@ use super::validate::{ValidJob, lasting};
 use crate::api::job::OptimizationJobSpec;
 use crate::operator::apply::{self, Built};
 use crate::operator::context::Settings;
-use crate::operator::names;
+use crate::operator::{names, pods};
 use crate::wire::v1::put_job_request::Part;
 use crate::wire::v1::{JobHead, JobTask, PutJobRequest};
 
@@ -268,6 +268,8 @@ fn pod(job: &ValidJob, settings: &Settings) -> Value {
         "dnsPolicy": "None",
         "dnsConfig": { "nameservers": ["127.0.0.1"] },
         "terminationGracePeriodSeconds": 10,
+        "imagePullSecrets": pods::pull(settings),
+        "tolerations": pods::tolerations(),
         "securityContext": { "runAsNonRoot": true, "seccompProfile": { "type": "RuntimeDefault" } },
         "initContainers": init,
         "containers": [agent(job, settings)],

@@ -18,7 +18,7 @@ use crate::api::pool::Device;
 use crate::operator::apply::{self, Built};
 use crate::operator::broker::Address;
 use crate::operator::context::Settings;
-use crate::operator::names;
+use crate::operator::{names, pods};
 
 /// What a pool comes to.
 #[derive(Clone, Debug)]
@@ -168,10 +168,6 @@ fn locked() -> Value {
     })
 }
 
-fn pull(settings: &Settings) -> Value {
-    settings.pull_secrets.iter().map(|name| json!({ "name": name })).collect()
-}
-
 /// Where the broker's volume is.
 const LEDGER: &str = "/var/lib/kernelfleet";
 
@@ -263,7 +259,8 @@ fn broker(pool: &ValidPool, owner: &OwnerReference, settings: &Settings, credent
             "enableServiceLinks": false,
             "terminationGracePeriodSeconds": 30,
             "securityContext": plain(10003),
-            "imagePullSecrets": pull(settings),
+            "imagePullSecrets": pods::pull(settings),
+            "tolerations": pods::tolerations(),
             "containers": [{
                 "name": "broker",
                 "image": settings.image,
@@ -317,7 +314,7 @@ fn judges(pool: &ValidPool, owner: &OwnerReference, settings: &Settings, ip: &st
             "enableServiceLinks": false,
             "terminationGracePeriodSeconds": 30,
             "securityContext": { "seccompProfile": { "type": "RuntimeDefault" } },
-            "imagePullSecrets": pull(settings),
+            "imagePullSecrets": pods::pull(settings),
             "containers": [{
                 "name": "judge",
                 "image": settings.judge_image,
@@ -380,6 +377,7 @@ fn judges(pool: &ValidPool, owner: &OwnerReference, settings: &Settings, ip: &st
         let labels = names::labels("judge", &pool.name);
         overlay(&mut template, &json!({ "metadata": { "labels": labels } }));
     }
+    pods::tolerate(&mut template["spec"]);
     json!({
         "apiVersion": "apps/v1",
         "kind": "StatefulSet",
@@ -494,6 +492,7 @@ mod tests {
             "fairShare": { "weights": { "team-a": 1.0, "team-b": 3.0 } },
             "podTemplate": { "spec": {
                 "runtimeClassName": "nvidia",
+                "tolerations": [{ "key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule" }],
                 "containers": [{ "name": "judge", "env": [{ "name": "KERNELFLEET_PYTHON", "value": "/opt/python" }] }],
             } },
         })));
