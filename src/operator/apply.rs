@@ -3,11 +3,12 @@
 //! Knows the digest that it leaves on each object, and owners. Must not know what an object is for.
 
 use std::collections::{HashMap, HashSet};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use k8s_openapi::api::core::v1::ConfigMap;
 use k8s_openapi::api::networking::v1::NetworkPolicy;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::api::{Api, ApiResource, DeleteParams, DynamicObject, GroupVersionKind, Patch, PatchParams, Preconditions};
 use kube::{Client, ResourceExt};
 use sha2::{Digest, Sha256};
@@ -78,10 +79,56 @@ impl Built {
     }
 }
 
-/// Remembers the generation of what it applied, so that a change by other hands is noticed and undone.
+/// How an object was left: what changes with the next edit of somebody else.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Left {
+    /// Of kinds whose spec is counted; a status or a label of others changes nothing of ours.
+    Generation(i64),
+    /// Of kinds that have none (ConfigMap, Service, ServiceAccount, roles and their bindings): its resourceVersion.
+    Version(String),
+}
+
+impl Left {
+    fn of(metadata: &ObjectMeta) -> Self {
+        match metadata.generation {
+            Some(generation) => Self::Generation(generation),
+            None => Self::Version(metadata.resource_version.clone().unwrap_or_default()),
+        }
+    }
+}
+
+/// How objects were left, by UID.
+#[derive(Debug, Default)]
+struct Memory(HashMap<String, Left>);
+
+impl Memory {
+    /// Whether an object is as it was left. One that isn't known yet, since the operator has begun a moment ago, is taken
+    /// as it is by its generation; one without is applied once, which changes nothing where nothing was changed.
+    fn unchanged(&mut self, metadata: &ObjectMeta) -> bool {
+        let seen = Left::of(metadata);
+        let uid = metadata.uid.clone().unwrap_or_default();
+        match (self.0.get(&uid), &seen) {
+            (Some(left), _) => *left == seen,
+            (None, Left::Version(_)) => false,
+            (None, Left::Generation(_)) => {
+                self.0.insert(uid, seen);
+                true
+            }
+        }
+    }
+
+    fn remember(&mut self, metadata: &ObjectMeta) {
+        if self.0.len() > 100_000 {
+            self.0.clear();
+        }
+        self.0.insert(metadata.uid.clone().unwrap_or_default(), Left::of(metadata));
+    }
+}
+
+/// Remembers how it left what it applied, so that a change by other hands is noticed and undone.
 #[derive(Debug, Default)]
 pub struct Applier {
-    generations: Mutex<HashMap<String, i64>>,
+    memory: Mutex<Memory>,
 }
 
 impl Applier {
@@ -108,32 +155,18 @@ impl Applier {
                 return Err(Error::Taken { kind, name });
             }
             let same = live.annotations().get(names::APPLIED) == Some(&digest);
-            let uid = live.uid().unwrap_or_default();
-            if same && self.unchanged(&uid, live.metadata.generation) {
+            if same && self.memory().unchanged(&live.metadata) {
                 return Ok(false);
             }
         }
         let parameters = PatchParams::apply(names::MANAGER).force();
         let live = api.patch(&name, &parameters, &Patch::Apply(&object)).await.map_err(failed)?;
-        self.remember(&live.uid().unwrap_or_default(), live.metadata.generation);
+        self.memory().remember(&live.metadata);
         Ok(true)
     }
 
-    /// Whether the object has the generation that it was left with; one that isn't known yet is taken as it is.
-    fn unchanged(&self, uid: &str, generation: Option<i64>) -> bool {
-        let Some(generation) = generation else { return true };
-        let mut known = self.generations.lock().unwrap_or_else(PoisonError::into_inner);
-        *known.entry(uid.to_owned()).or_insert(generation) == generation
-    }
-
-    fn remember(&self, uid: &str, generation: Option<i64>) {
-        if let Some(generation) = generation {
-            let mut known = self.generations.lock().unwrap_or_else(PoisonError::into_inner);
-            if known.len() > 100_000 {
-                known.clear();
-            }
-            known.insert(uid.to_owned(), generation);
-        }
+    fn memory(&self) -> MutexGuard<'_, Memory> {
+        self.memory.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -247,6 +280,31 @@ mod tests {
 
     fn refused(status: Value) -> bool {
         no_namespace(&kube::Error::Api(serde_json::from_value(status).unwrap()))
+    }
+
+    fn metadata(uid: &str, generation: Option<i64>, version: &str) -> ObjectMeta {
+        let uid = Some(uid.to_owned());
+        ObjectMeta { uid, generation, resource_version: Some(version.into()), ..ObjectMeta::default() }
+    }
+
+    #[test]
+    fn an_edit_of_an_object_that_counts_no_generations_is_seen_by_its_version() {
+        let mut memory = Memory::default();
+        assert!(!memory.unchanged(&metadata("map", None, "7")), "nobody knows what was done to it meanwhile");
+        memory.remember(&metadata("map", None, "7"));
+        assert!(memory.unchanged(&metadata("map", None, "7")), "nothing is written where nothing has changed");
+        assert!(!memory.unchanged(&metadata("map", None, "8")), "somebody has edited it");
+        memory.remember(&metadata("map", None, "9"));
+        assert!(memory.unchanged(&metadata("map", None, "9")));
+    }
+
+    #[test]
+    fn an_object_that_counts_generations_is_left_alone_while_its_status_changes() {
+        let mut memory = Memory::default();
+        assert!(memory.unchanged(&metadata("set", Some(1), "7")) && memory.unchanged(&metadata("set", Some(1), "8")));
+        assert!(!memory.unchanged(&metadata("set", Some(2), "9")));
+        memory.remember(&metadata("set", Some(3), "10"));
+        assert!(memory.unchanged(&metadata("set", Some(3), "11")));
     }
 
     #[test]
