@@ -133,7 +133,7 @@ struct Operator {
     /// When images are pulled
     #[arg(long, default_value = "IfNotPresent", value_parser = ["Always", "IfNotPresent", "Never"])]
     image_pull_policy: String,
-    /// Secret of the operator's namespace that images are pulled with; again for each further one
+    /// Name of a Secret that images are pulled with, in the namespace of each pod; again for each further one
     #[arg(long, value_name = "SECRET")]
     image_pull_secret: Vec<String>,
     /// The operator's own namespace, where brokers and judges run; its pod's if nothing is said
