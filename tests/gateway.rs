@@ -124,3 +124,23 @@ fn a_key_that_a_server_repeats_is_redacted_and_refusals_are_not_tried_again() {
     let error = ask(&Gateway::new(Settings::new(&server.url())).unwrap(), 20).unwrap_err();
     assert!(matches!(error, Error::Refused(_)) && server.requests().len() == 1, "{error}");
 }
+
+#[test]
+fn a_key_that_was_just_changed_is_waited_for_and_one_that_stays_wrong_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("key");
+    std::fs::write(&file, "sk-of-yesterday").unwrap();
+    let settings = |server: &Server| {
+        let mut settings = Settings { key_file: Some(file.clone()), ..Settings::new(&server.url()) };
+        (settings.limits.key_tries, settings.limits.key_wait) = (3, Duration::from_millis(1));
+        settings
+    };
+    let denied = || status(401, vec![], r#"{"error": {"message": "no such key"}}"#);
+    let server = Server::playing(vec![denied(), say("again")]);
+    let answer = ask(&Gateway::new(settings(&server)).unwrap(), 20).unwrap();
+    assert_eq!((answer.reply.content.as_str(), answer.retries), ("again", 1));
+    let server = Server::playing(vec![denied()]);
+    let error = ask(&Gateway::new(settings(&server)).unwrap(), 20).unwrap_err();
+    assert!(matches!(&error, Error::Refused(what) if what.contains("no such key")), "{error}");
+    assert_eq!(server.requests().len(), 3);
+}

@@ -17,6 +17,10 @@ pub struct Limits {
     pub rate_tries: u32,
     /// Attempts at one request that may find no server: one that is down is told soon, unlike one that is busy.
     pub unreachable_tries: u32,
+    /// Attempts at one request whose key may be refused, where the key is in a file that changes: it may just be changing.
+    pub key_tries: u32,
+    /// Wait before the first retry after a refused key, doubled like the others: a Secret's file follows within a minute or two.
+    pub key_wait: Duration,
     /// Retries of all agents together; beyond it they wait, so that a server in trouble isn't stormed.
     pub retries_per_minute: u32,
     /// Wait before the first retry; each further one waits twice as long.
@@ -33,6 +37,8 @@ impl Default for Limits {
             tries: 6,
             rate_tries: 20,
             unreachable_tries: 5,
+            key_tries: 6,
+            key_wait: Duration::from_secs(5),
             retries_per_minute: 120,
             first_wait: Duration::from_millis(500),
             most_wait: Duration::from_secs(60),
@@ -49,6 +55,8 @@ pub enum Failed {
     Trouble,
     /// No connection could be made: nobody listens, no such name.
     Unreachable,
+    /// 401, by a key that may change.
+    Denied,
 }
 
 /// What is left of a rate: a bucket that fills steadily. It may go below zero, when more was used than announced.
@@ -94,12 +102,13 @@ pub struct Tries {
     pub trouble: u32,
     pub rate: u32,
     pub unreachable: u32,
+    pub denied: u32,
 }
 
 impl Tries {
     #[must_use]
     pub const fn failed(&self) -> u32 {
-        self.trouble + self.rate + self.unreachable
+        self.trouble + self.rate + self.unreachable + self.denied
     }
 }
 
@@ -171,14 +180,16 @@ impl Budget {
         tries: &mut Tries,
         retry_after: Option<Duration>,
     ) -> Option<Duration> {
-        let (count, most) = match failed {
-            Failed::Rate => (&mut tries.rate, self.limits.rate_tries),
-            Failed::Trouble => (&mut tries.trouble, self.limits.tries),
-            Failed::Unreachable => (&mut tries.unreachable, self.limits.unreachable_tries),
+        let (first, limits) = (self.limits.first_wait, &self.limits);
+        let (count, most, first) = match failed {
+            Failed::Rate => (&mut tries.rate, limits.rate_tries, first),
+            Failed::Trouble => (&mut tries.trouble, limits.tries, first),
+            Failed::Unreachable => (&mut tries.unreachable, limits.unreachable_tries, first),
+            Failed::Denied => (&mut tries.denied, limits.key_tries, limits.key_wait),
         };
         *count += 1;
         let count = *count;
-        let doubled = self.limits.first_wait.saturating_mul(1 << (count - 1).min(20)).min(self.limits.most_wait);
+        let doubled = first.saturating_mul(1 << (count - 1).min(20)).min(self.limits.most_wait);
         // Half is certain, half is chance, so that agents that failed together don't come back together.
         let wait = retry_after.unwrap_or_else(|| doubled.mul_f64(0.5 + 0.5 * self.chance()));
         if failed == Failed::Rate || retry_after.is_some() {
@@ -275,6 +286,8 @@ mod tests {
         };
         let (down, trouble, rate) = (seconds(Failed::Unreachable), seconds(Failed::Trouble), seconds(Failed::Rate));
         assert!(down < 7.6 && down < trouble && trouble < rate, "{down} {trouble} {rate}");
+        let denied = seconds(Failed::Denied);
+        assert!((60.0..150.0).contains(&denied), "the file of a Secret follows it within {denied} s");
     }
 
     #[test]

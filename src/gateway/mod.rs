@@ -382,6 +382,9 @@ impl Gateway {
                     let wait = self.budget().failed(self.began.elapsed(), failed, &mut tries, after);
                     let Some(wait) = wait else {
                         let count = tries.failed();
+                        if failed == Failed::Denied {
+                            return Err(Error::Refused(what));
+                        }
                         return Err(if tries.unreachable == count {
                             Error::Unreachable { what, tries: count }
                         } else {
@@ -478,6 +481,8 @@ impl Gateway {
         Err(match status.as_u16() {
             429 if code.contains("insufficient_quota") => Attempt::Fatal(Error::Refused(what)),
             429 => Attempt::Retry(Failed::Rate, what, after),
+            // A Secret that was changed a moment ago is in its file a moment later.
+            401 if self.settings.key_file.is_some() => Attempt::Retry(Failed::Denied, what, after),
             408 | 409 | 425 | 500..=599 => Attempt::Retry(Failed::Trouble, what, after),
             _ if too_long(&code, &said) => Attempt::Fatal(Error::TooLong(what)),
             _ => Attempt::Fatal(Error::Refused(what)),

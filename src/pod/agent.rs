@@ -36,6 +36,9 @@ const SANDBOX: Duration = Duration::from_secs(60);
 /// How long the pod of a job that is closed waits for its end.
 const TAKEN_AWAY: Duration = Duration::from_secs(30);
 
+/// Attempts at a gateway that isn't reachable, with growing waits: some ten minutes.
+const GATEWAY_TRIES: u32 = 20;
+
 /// What an agent pod is given.
 #[derive(Clone, Debug)]
 pub struct Arguments {
@@ -152,6 +155,18 @@ fn play(arguments: &Arguments) -> Result<(), End> {
     finish(&broker, failures, &outcome)
 }
 
+/// How a pod asks its gateway.
+fn gateway_settings(url: &str, token: &Path) -> gateway::Settings {
+    let mut settings = gateway::Settings::new(url);
+    settings.key_file = Some(token.to_owned());
+    // It tries again itself, for all agents together, and a request may wait there for its turn.
+    settings.limits.tries = 3;
+    // One that isn't there yet, or is moved to another node, is back within ten minutes or so; so is a broker.
+    settings.limits.unreachable_tries = GATEWAY_TRIES;
+    settings.silence = settings.attempt;
+    settings
+}
+
 /// After a refusal: an episode that is over needs no pod. One that another pod goes on with does, and a pod that ends well
 /// would end the index for that one too.
 fn void(error: Error) -> Result<(), End> {
@@ -230,11 +245,7 @@ impl Job {
                         "the job's policy is an endpoint: where is its gateway? set KERNELFLEET_GATEWAY".into(),
                     )
                 })?;
-                let mut settings = gateway::Settings::new(url);
-                settings.key_file = Some(arguments.gateway_token_file.clone());
-                // It tries again itself, for all agents together, and a request may wait there for its turn.
-                settings.limits.tries = 3;
-                settings.silence = settings.attempt;
+                let settings = gateway_settings(url, &arguments.gateway_token_file);
                 let gateway = Gateway::new(settings).map_err(|e| End::Misused(format!("KERNELFLEET_GATEWAY: {e}")))?;
                 let sampling = Sampling {
                     temperature: Some(of_job.sampling.temperature),
@@ -262,5 +273,22 @@ impl Job {
             workspaces: Box::new(move |_| Ok(Box::new(Sandbox::connect(&sandbox, SANDBOX)?))),
             desk: Some(arguments.desk.clone()),
         }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::gateway::budget::{Budget, Failed, Tries};
+
+    #[test]
+    fn a_gateway_that_is_not_reachable_is_waited_for_some_ten_minutes() {
+        let limits = gateway_settings("http://10.96.0.9:8080/v1", Path::new("token")).limits;
+        let mut budget = Budget::new(limits, 7);
+        let mut tries = Tries::default();
+        let waits = std::iter::from_fn(|| budget.failed(Duration::ZERO, Failed::Unreachable, &mut tries, None));
+        let minutes = waits.map(|w| w.as_secs_f64()).sum::<f64>() / 60.0;
+        assert!((7.5..13.0).contains(&minutes), "{minutes}");
+        assert_eq!(tries.unreachable, GATEWAY_TRIES);
     }
 }
