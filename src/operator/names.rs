@@ -31,7 +31,7 @@ pub const POOL: &str = "kernelfleet.dev/pool";
 pub const ENDPOINT: &str = "kernelfleet.dev/endpoint";
 /// Digest of what was applied last.
 pub const APPLIED: &str = "kernelfleet.dev/applied";
-/// On the broker's pod: version of the Secret that its credentials come from, so that new ones come with a new pod.
+/// On the broker's pod: a digest of its credentials, by a key that is in Secrets alone, so that new ones come with a new pod.
 pub const CREDENTIALS: &str = "kernelfleet.dev/credentials-version";
 /// Value of `spec.suspend` that the operator set last on a Job.
 pub const SUSPEND: &str = "kernelfleet.dev/suspend";

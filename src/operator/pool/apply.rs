@@ -24,6 +24,8 @@ use crate::operator::names;
 /// Why something isn't as it was built.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
+    #[error("{0}")]
+    Unreadable(String),
     #[error(transparent)]
     Certificate(#[from] certificates::Error),
     #[error(transparent)]
@@ -34,10 +36,21 @@ pub enum Error {
     Prune { source: Box<kube::Error> },
 }
 
+impl Error {
+    /// One word for the condition.
+    #[must_use]
+    pub const fn reason(&self) -> &'static str {
+        match self {
+            Self::Unreadable(_) => "SecretUnreadable",
+            Self::Certificate(_) | Self::Object(_) | Self::Secret { .. } | Self::Prune { .. } => "ApplyFailed",
+        }
+    }
+}
+
 /// Advances the authorities and the broker's certificate, and writes them where they changed.
 ///
 /// # Errors
-/// When a Secret can't be written, or a key can't be drawn.
+/// When a Secret can't be read or written, or a key can't be drawn.
 pub async fn keys(
     context: &Context,
     pool: &str,
@@ -45,6 +58,9 @@ pub async fn keys(
     facts: &Facts,
     now: Timestamp,
 ) -> Result<Authorities, Error> {
+    if let Some(why) = &facts.unreadable {
+        return Err(Error::Unreadable(why.clone()));
+    }
     let kept = facts.authorities.clone();
     let authorities = if certificates::plan(kept.as_ref(), now) == Step::Keep
         && let Some(kept) = kept

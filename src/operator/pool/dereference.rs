@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use k8s_openapi::api::apps::v1::StatefulSet;
 use k8s_openapi::api::core::v1::{Namespace, Pod, Secret, Service};
 use kube::api::{Api, PartialObjectMeta};
+use sha2::{Digest, Sha256};
 
 use super::certificates::{self, Authorities, Pair};
 use crate::operator::context::Context;
@@ -13,16 +14,17 @@ use crate::wire::v1::PoolFacts;
 
 /// Why the facts can't be read.
 #[derive(Debug, thiserror::Error)]
-pub enum Error {
-    #[error("the API server can't be asked for {what}: {source}")]
-    Api { what: String, source: Box<kube::Error> },
-    #[error(transparent)]
-    Kept(#[from] certificates::Error),
+#[error("the API server can't be asked for {what}: {source}")]
+pub struct Error {
+    what: String,
+    source: Box<kube::Error>,
 }
 
 /// What was read.
 #[derive(Clone, Debug, Default)]
 pub struct Facts {
+    /// Why a Secret of the pool's certificates can't be used; nothing is made before it can.
+    pub unreadable: Option<String>,
     pub authorities: Option<Authorities>,
     /// The broker's certificate and the fingerprint of who signed it.
     pub certificate: Option<(Pair, String)>,
@@ -46,6 +48,15 @@ pub const ACCESS_KEY: &str = "access-key-id";
 /// Key of a credentials' Secret: what only it knows.
 pub const SECRET_KEY: &str = "secret-access-key";
 
+fn digest(parts: &[&[u8]]) -> String {
+    let mut digest = Sha256::new();
+    for part in parts {
+        digest.update(u64::try_from(part.len()).unwrap_or(u64::MAX).to_le_bytes());
+        digest.update(part);
+    }
+    digest.finalize().iter().take(12).map(|b| format!("{b:02x}")).collect()
+}
+
 /// What is known of the Secret with the bucket's credentials. Never what it holds.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Credentials {
@@ -56,7 +67,9 @@ pub enum Credentials {
     Missing,
     /// It has no such key, or nothing under it.
     Without(&'static str),
-    /// Both keys are there; its version.
+    /// The API server doesn't give it.
+    Unreadable(String),
+    /// Both keys are there; a digest of what is under them, and of nothing else.
     There(String),
 }
 
@@ -69,10 +82,21 @@ impl Credentials {
 
     fn of(secret: Option<&Secret>) -> Self {
         let Some(secret) = secret else { return Self::Missing };
-        let filled = |key: &str| secret.data.as_ref().and_then(|d| d.get(key)).is_some_and(|v| !v.0.is_empty());
-        match [ACCESS_KEY, SECRET_KEY].into_iter().find(|key| !filled(key)) {
-            Some(key) => Self::Without(key),
-            None => Self::There(secret.metadata.resource_version.clone().unwrap_or_default()),
+        let value = |key: &str| secret.data.as_ref().and_then(|d| d.get(key)).filter(|v| !v.0.is_empty());
+        match (value(ACCESS_KEY), value(SECRET_KEY)) {
+            (None, _) => Self::Without(ACCESS_KEY),
+            (_, None) => Self::Without(SECRET_KEY),
+            (Some(access), Some(secret)) => Self::There(digest(&[&access.0, &secret.0])),
+        }
+    }
+
+    /// The same, with the digest by a key that is in Secrets alone: who reads the annotation of a pod can't try out what
+    /// it might be of.
+    #[must_use]
+    pub fn keyed(&self, key: &str) -> Self {
+        match self {
+            Self::There(of) => Self::There(digest(&[key.as_bytes(), of.as_bytes()])),
+            other => other.clone(),
         }
     }
 }
@@ -88,7 +112,7 @@ impl Facts {
 /// Reads everything; what isn't there yet is `None`. `secret` is the Secret with the bucket's credentials.
 ///
 /// # Errors
-/// When the API server can't be asked, or a Secret of ours is broken.
+/// When the API server can't be asked.
 pub async fn dereference(
     context: &Context,
     pool: &str,
@@ -98,30 +122,38 @@ pub async fn dereference(
     let namespace = &context.settings.namespace;
     let failed = |what: &str| {
         let what = what.to_owned();
-        move |e: kube::Error| Error::Api { what, source: Box::new(e) }
+        move |e: kube::Error| Error { what, source: Box::new(e) }
     };
     let secrets: Api<Secret> = Api::namespaced(context.client.clone(), namespace);
+    let mut unreadable = None;
     let name = names::authority(pool);
-    let authorities = match secrets.get_opt(&name).await.map_err(failed("the authority's Secret"))? {
-        Some(secret) => Some(Authorities::read(&name, &text(&secret))?),
-        None => None,
-    };
+    let found = read(&secrets, &name).await.map_err(failed("the authority's Secret"))?;
+    let authorities = found.and_then(|kept| {
+        let kept = kept.map(|secret| Authorities::read(&name, &text(&secret)));
+        kept.transpose().map_err(|e| e.to_string())
+    });
+    let authorities = authorities.unwrap_or_else(|why| {
+        unreadable = Some(why);
+        None
+    });
     let name = tls_secret(pool);
-    let certificate = match secrets.get_opt(&name).await.map_err(failed("the broker's certificate"))? {
-        Some(secret) => {
-            let data = text(&secret);
-            let signer = data.get("signer").cloned().unwrap_or_default();
-            // A broken one is replaced: nothing but its own clients depends on it.
-            certificates::read(&name, &data, "tls").ok().map(|pair| (pair, signer))
-        }
-        None => None,
-    };
+    let found = read(&secrets, &name).await.map_err(failed("the broker's certificate"))?;
+    let certificate = found.unwrap_or_else(|why| {
+        unreadable.get_or_insert(why);
+        None
+    });
+    let certificate = certificate.and_then(|secret| {
+        let data = text(&secret);
+        let signer = data.get("signer").cloned().unwrap_or_default();
+        // A broken one is replaced: nothing but its own clients depends on it.
+        certificates::read(&name, &data, "tls").ok().map(|pair| (pair, signer))
+    });
     let credentials = match secret {
         None => Credentials::Unnamed,
-        Some(name) => {
-            let found = secrets.get_opt(name).await.map_err(failed("the Secret of spec.objectStore"))?;
-            Credentials::of(found.as_ref())
-        }
+        Some(name) => match read(&secrets, name).await.map_err(failed("the Secret of spec.objectStore"))? {
+            Ok(found) => Credentials::of(found.as_ref()),
+            Err(why) => Credentials::Unreadable(why),
+        },
     };
     let sets: Api<StatefulSet> = Api::namespaced(context.client.clone(), namespace);
     let broker = sets.get_opt(&names::broker(pool)).await.map_err(failed("the broker"))?;
@@ -151,6 +183,7 @@ pub async fn dereference(
         }
     }
     Ok(Facts {
+        unreadable,
         authorities,
         certificate,
         broker,
@@ -184,6 +217,22 @@ pub fn stands_in_the_way(set: &StatefulSet, pod: &Pod) -> bool {
     let form = pod.metadata.labels.as_ref().and_then(|l| l.get("controller-revision-hash"));
     let old = form.is_some() && status.update_revision.is_some() && form != status.update_revision.as_ref();
     seen && ours && old && !ready && pod.metadata.deletion_timestamp.is_none()
+}
+
+/// A Secret, `None` where there is none, or why the API server refuses to give it. That is for a person to mend; that the
+/// server can't be asked isn't.
+async fn read(api: &Api<Secret>, name: &str) -> Result<Result<Option<Secret>, String>, kube::Error> {
+    match api.get_opt(name).await {
+        Ok(found) => Ok(Ok(found)),
+        Err(error) => refusal(name, &error).map(Err).ok_or(error),
+    }
+}
+
+/// What a refusal says, if it is one. Pure.
+fn refusal(name: &str, error: &kube::Error) -> Option<String> {
+    let kube::Error::Api(status) = error else { return None };
+    let passing = matches!(status.code, 408 | 429 | 500..);
+    (!passing).then(|| format!("the Secret {name} can't be read: {}", status.message))
 }
 
 /// Secret with the broker's certificate.
@@ -231,17 +280,34 @@ mod tests {
     }
 
     #[test]
-    fn credentials_are_both_keys_of_a_secret() {
-        let of = |data: serde_json::Value| {
-            let secret = json!({"metadata": {"resourceVersion": "7"}, "data": data});
+    fn credentials_are_both_keys_of_a_secret_and_change_with_them_alone() {
+        let of = |data: serde_json::Value, version: &str| {
+            let secret = json!({"metadata": {"resourceVersion": version}, "data": data});
             Credentials::of(Some(&serde_json::from_value(secret).unwrap()))
         };
         assert_eq!(Credentials::of(None), Credentials::Missing);
-        assert_eq!(of(json!(null)), Credentials::Without("access-key-id"));
+        assert_eq!(of(json!(null), "7"), Credentials::Without("access-key-id"));
         assert_eq!(
-            of(json!({"access-key-id": "YQ==", "secret-access-key": ""})),
+            of(json!({"access-key-id": "YQ==", "secret-access-key": ""}), "7"),
             Credentials::Without("secret-access-key")
         );
-        assert_eq!(of(json!({"access-key-id": "YQ==", "secret-access-key": "YQ=="})), Credentials::There("7".into()));
+        let there = of(json!({"access-key-id": "YQ==", "secret-access-key": "YQ=="}), "7");
+        assert!(matches!(&there, Credentials::There(digest) if digest.len() == 24));
+        let noted = json!({"access-key-id": "YQ==", "secret-access-key": "YQ==", "note": "YQ=="});
+        assert_eq!(of(noted, "8"), there, "a broker isn't replaced for what it doesn't use");
+        assert_ne!(of(json!({"access-key-id": "YQ==", "secret-access-key": "Yg=="}), "9"), there);
+        assert_ne!(there.keyed("a"), there.keyed("b"));
+        assert_eq!(there.keyed("a"), there.keyed("a"));
+        assert_eq!(Credentials::Missing.keyed("a"), Credentials::Missing);
+    }
+
+    #[test]
+    fn a_secret_that_is_refused_is_told_and_a_server_that_is_away_is_asked_again() {
+        let refused = |code: u16| {
+            let status = json!({ "code": code, "message": "secrets \"bucket\" is forbidden" });
+            refusal("bucket", &kube::Error::Api(serde_json::from_value(status).unwrap()))
+        };
+        assert_eq!(refused(403).unwrap(), "the Secret bucket can't be read: secrets \"bucket\" is forbidden");
+        assert_eq!((refused(503), refused(429)), (None, None));
     }
 }

@@ -74,8 +74,8 @@ pub async fn reconcile(pool: Arc<Guarded<GpuPool>>, context: Arc<Context>) -> Re
         facts =
             dereference::dereference(&context, &name, &pool.spec.allowed_namespaces, pool.spec.credentials()).await?;
     }
-    let why = failed.as_ref().map(ToString::to_string);
-    let status = status::status(pool, &context.settings.namespace, &checked, why.as_deref(), &facts, now);
+    let why = failed.as_ref().map(|e| (e.reason(), e.to_string()));
+    let status = status::status(pool, &context.settings.namespace, &checked, why, &facts, now);
     if status::due(pool.status.as_ref(), &status) {
         let api: Api<GpuPool> = Api::all(context.client.clone());
         patch_status::<GpuPool>(&api, &name, &status).await.map_err(|e| Error::Status(Box::new(e)))?;
@@ -96,7 +96,9 @@ async fn carry_out(
 ) -> Result<Vec<String>, apply::Error> {
     let authorities = apply::keys(context, &pool.name, owner, facts, now).await?;
     let bundle = authorities.bundle();
-    let objects = build::build(pool, owner, &context.settings, &bundle, facts)?;
+    let credentials = facts.credentials.keyed(&authorities.current.key);
+    let facts = dereference::Facts { credentials, ..facts.clone() };
+    let objects = build::build(pool, owner, &context.settings, &bundle, &facts)?;
     let ending = apply::objects(context, &objects).await?;
     apply::prune(&context.client, &pool.name, &objects).await?;
     Ok(ending)

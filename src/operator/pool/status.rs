@@ -13,13 +13,13 @@ use crate::operator::names;
 /// Judges whose card isn't well that a status names.
 const MOST_UNHEALTHY: usize = 32;
 
-/// The status that follows. `checked` is what validation said, `failed` what applying said.
+/// The status that follows. `checked` is what validation said, `failed` what applying said: one word, and a sentence.
 #[must_use]
 pub fn status(
     pool: &GpuPool,
     namespace: &str,
     checked: &Result<(), validate::Error>,
-    failed: Option<&str>,
+    failed: Option<(&'static str, String)>,
     facts: &Facts,
     now: Timestamp,
 ) -> GpuPoolStatus {
@@ -52,8 +52,22 @@ pub fn status(
         status.unhealthy = sick
             .map(|j| Unhealthy { pod: cut(&j.pod, 253), card: cut(&j.card, 128), message: cut(&j.unhealthy, 256) })
             .collect();
+    } else {
+        // What was so when the broker was last heard isn't so for ever: MeasurementsTrusted and Healthy say why it isn't told.
+        (status.judges_registered, status.queued, status.leased, status.busy) = (None, None, None, None);
+        status.unhealthy.clear();
     }
     status
+}
+
+/// That nothing is known of judges and of what waits for them, where the broker says nothing.
+fn silent(facts: &Facts) -> Option<Said> {
+    let unknown = "judges, what waits for them and how busy they are isn't known until it is heard again";
+    match &facts.said {
+        Some(Ok(_)) => None,
+        Some(Err(why)) => Some(Said::unknown("BrokerSilent", format!("{why}; {unknown}"))),
+        None => Some(Said::unknown("BrokerSilent", format!("the broker isn't ready; {unknown}"))),
+    }
 }
 
 /// Whether a status is to be written. How busy the cards are alone is no news until it has moved by a twentieth, or to its
@@ -88,6 +102,10 @@ fn credentials(secret: &str, namespace: &str, found: &Credentials) -> Option<Sai
     let keys = "access-key-id and secret-access-key";
     match found {
         Credentials::Unnamed | Credentials::There(_) => None,
+        Credentials::Unreadable(why) => Some(Said::no(
+            "CredentialsUnreadable",
+            format!("spec.objectStore.credentialsSecret: {why}; the broker is left as it is until it can be"),
+        )),
         Credentials::Missing => Some(Said::no(
             "CredentialsNotFound",
             format!(
@@ -110,14 +128,14 @@ fn ready(
     pool: &GpuPool,
     namespace: &str,
     checked: &Result<(), validate::Error>,
-    failed: Option<&str>,
+    failed: Option<(&'static str, String)>,
     facts: &Facts,
 ) -> Said {
     if checked.is_err() {
         return Said::no("Invalid", "the spec can't be carried out; the condition Validated says why");
     }
-    if let Some(failed) = failed {
-        return Said::no("ApplyFailed", failed);
+    if let Some((reason, failed)) = failed {
+        return Said::no(reason, failed);
     }
     let secret = pool.spec.credentials().unwrap_or_default();
     if let Some(said) = credentials(secret, namespace, &facts.credentials) {
@@ -212,6 +230,9 @@ fn trusted(pool: &GpuPool, facts: &Facts) -> Said {
             );
         }
     }
+    if let Some(said) = silent(facts) {
+        return said;
+    }
     let Some(Ok(said)) = &facts.said else { return Said::unknown("NotKnown", "no judge has been heard of yet") };
     let shared: Vec<&str> = said.each.iter().filter(|j| j.sharing > 1).map(|j| j.card.as_str()).collect();
     if let Some(card) = shared.first() {
@@ -228,6 +249,9 @@ fn trusted(pool: &GpuPool, facts: &Facts) -> Said {
 }
 
 fn healthy(facts: &Facts) -> Said {
+    if let Some(said) = silent(facts) {
+        return said;
+    }
     let Some(Ok(said)) = &facts.said else { return Said::unknown("NotKnown", "no judge has been heard of yet") };
     match said.each.iter().filter(|j| !j.unhealthy.is_empty()).collect::<Vec<_>>().as_slice() {
         [] if said.each.is_empty() => Said::unknown("NotKnown", "no judge has been heard of yet"),
@@ -291,6 +315,40 @@ mod tests {
     }
 
     #[test]
+    fn figures_of_a_broker_that_is_silent_are_not_those_of_before() {
+        let said = PoolFacts {
+            judges: 2,
+            queued: 7,
+            leased: 2,
+            busy: 0.9,
+            hardware: "8 cores".into(),
+            ..PoolFacts::default()
+        };
+        let facts = |said| Facts { broker: set(1), judges: set(2), said, ..Facts::default() };
+        let mut pool = pool(json!({"device": "cpu", "replicas": 2}));
+        let told =
+            |pool: &GpuPool, said| status(pool, "kernelfleet", &Ok(()), None, &facts(said), Timestamp::UNIX_EPOCH);
+        let heard = told(&pool, Some(Ok(said)));
+        assert_eq!((heard.queued, heard.leased, heard.busy), (Some(7), Some(2), Some(0.9)));
+        pool.status = Some(heard.clone());
+        for silent in [Some(Err("the broker of pool p can't be reached: refused".to_owned())), None] {
+            let now = told(&pool, silent);
+            assert_eq!((now.queued, now.leased, now.busy, now.judges_registered), (None, None, None, None));
+            assert_eq!(now.hardware.as_deref(), Some("8 cores"), "cards stay what they are");
+            assert!(line(&now).contains("Healthy=Unknown BrokerSilent"), "{}", line(&now));
+            assert!(due(Some(&heard), &now));
+        }
+    }
+
+    #[test]
+    fn a_secret_of_certificates_that_cannot_be_read_is_told() {
+        let why = Some(("SecretUnreadable", "the Secret p-broker-ca can't be read: forbidden".to_owned()));
+        let pool = pool(json!({"device": "cpu"}));
+        let told = line(&status(&pool, "kernelfleet", &Ok(()), why, &Facts::default(), Timestamp::UNIX_EPOCH));
+        assert!(told.contains("Ready=False SecretUnreadable: the Secret p-broker-ca can't be read"), "{told}");
+    }
+
+    #[test]
     fn a_card_of_another_kind_is_told() {
         let said = |major: u32| PoolFacts {
             properties_json: json!({ "major": major, "minor": 0 }).to_string(),
@@ -319,6 +377,14 @@ mod tests {
         let there = Credentials::There("1".into());
         let stories = [
             ("no Secret", Facts { credentials: Credentials::Missing, broker: set(1), ..Facts::default() }),
+            (
+                "a Secret that is refused",
+                Facts {
+                    credentials: Credentials::Unreadable("the Secret bucket can't be read: forbidden".into()),
+                    broker: set(1),
+                    ..Facts::default()
+                },
+            ),
             ("half a Secret", Facts { credentials: Credentials::Without("secret-access-key"), ..Facts::default() }),
             (
                 "no bucket",
