@@ -237,20 +237,20 @@ pub struct GpuPoolStatus {
     /// Judges whose pods are ready.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub judges_ready: Option<i32>,
-    /// Judges that the broker has heard of lately.
+    /// Judges that the broker has heard of lately; not said while it is silent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub judges_registered: Option<i32>,
     /// The card, in words.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 512))]
     pub hardware: Option<String>,
-    /// Evaluations that wait.
+    /// Evaluations that wait; not said while the broker is silent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub queued: Option<i32>,
-    /// Evaluations that are being worked on.
+    /// Evaluations that are being worked on; not said while the broker is silent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub leased: Option<i32>,
-    /// Share of the last five minutes in which a card was held, 0 to 1, over all cards.
+    /// Share of the last five minutes in which a card was held, 0 to 1, over all cards; not said while the broker is silent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub busy: Option<f64>,
     /// Judges whose card isn't well, at most 32.

@@ -140,6 +140,12 @@ def test_an_object_that_nobody_can_read_holds_up_nobody_else(space: Space) -> No
         space.cluster.wait("the loose definition to hold", 20, taken)
         space.apply(space.job("even"))
         space.started("even")
+        # Nothing was made for it, so it has no finalizer; with one, as if it had been read once, it is released all the same.
+        assert not (space.find("optimizationjob", "odd") or {})["metadata"].get("finalizers")
+        held = json.dumps({"metadata": {"finalizers": ["kernelfleet.dev/broker"]}})
+        space.cluster.kubectl("patch", "optimizationjob", "odd", "-n", space.name, "--type=merge", "-p", held)
+        space.cluster.kubectl("delete", "optimizationjob", "odd", "-n", space.name, "--timeout=150s", timeout=160)
+        assert space.find("optimizationjob", "odd") is None
     finally:
         space.cluster.run("delete", "optimizationjob", "odd", "-n", space.name, "--wait=false")
         space.cluster.kubectl("replace", "-f", "-", stdin=json.dumps(strict))
@@ -213,6 +219,13 @@ def test_what_is_deleted_by_hand_comes_back_while_the_job_runs(space: Space) -> 
             return found is not None and found["metadata"]["uid"] != old
 
         space.cluster.wait(f"the {kind} to come back", 30, back)
+    # A ConfigMap counts no generations: that somebody has edited it is seen all the same.
+    name = f"kernelfleet-pool-{space.pool}"
+    edit = json.dumps({"data": {"ca.crt": "mine"}})
+    space.cluster.kubectl("patch", "configmap", name, "-n", space.name, "--type=merge", "-p", edit)
+    space.cluster.wait(
+        "the edit to be undone", 30, lambda: (space.find("configmap", name) or {})["data"]["ca.crt"] != "mine"
+    )
 
 
 def test_what_jobs_of_a_namespace_share_goes_with_the_last_of_them(installed: Cluster, pool: str) -> None:
