@@ -250,7 +250,8 @@ pub struct GpuPoolStatus {
     /// Evaluations that are being worked on; not said while the broker is silent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub leased: Option<i32>,
-    /// Share of the last five minutes in which a card was held, 0 to 1, over all cards; not said while the broker is silent.
+    /// Share of the last five minutes in which a card was held, 0 to 1, over all cards; not said while the
+    /// broker is silent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub busy: Option<f64>,
     /// Judges whose card isn't well, at most 32.

@@ -62,7 +62,7 @@ pub fn status(
 
 /// That nothing is known of judges and of what waits for them, where the broker says nothing.
 fn silent(facts: &Facts) -> Option<Said> {
-    let unknown = "judges, what waits for them and how busy they are isn't known until it is heard again";
+    let unknown = "its judges, what waits for them and how busy they are aren't known until it is heard";
     match &facts.said {
         Some(Ok(_)) => None,
         Some(Err(why)) => Some(Said::unknown("BrokerSilent", format!("{why}; {unknown}"))),
@@ -467,7 +467,7 @@ mod tests {
                 &sliced,
                 "kernelfleet",
                 &Ok(()),
-                Some("Service p-broker is there already"),
+                Some(("ApplyFailed", "Service p-broker is there already".to_owned())),
                 &Facts::default(),
                 now
             ))
