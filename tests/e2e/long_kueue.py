@@ -118,3 +118,22 @@ def test_kueue_admits_one_job_after_the_other_under_its_quota(queue: Jobs, pool:
     cluster.kubectl("delete", "optimizationjob", "third", "-n", queue.namespace, "--timeout=60s")
     cluster.wait("Kueue to admit what was resumed", 60, lambda: admitted(queue, "behind"))
     queue.until("behind", "Succeeded", "True", seconds=600)
+
+
+def test_a_queued_job_whose_target_is_reached_gives_its_quota_back_for_good(queue: Jobs, pool: str) -> None:
+    cluster = queue.cluster
+    agent = {"maxTurns": 1, "attempts": 50, "parallelism": 1, "scheduling": {"queueName": "agents"}}
+    # Large enough for one pass over memory instead of three to be faster by far.
+    tasks = {"inline": [{"name": "gate", "source": TASK.replace("256, 256", "2048, 2048")}]}
+    target = {"speedup": 1.1, "baseline": "eager"}
+    cluster.apply(job(queue.namespace, "aimed", pool, tasks=tasks, agent=agent, target=target))
+    queue.until("aimed", "Succeeded", "True", "TargetReached", seconds=900)
+
+    def gone() -> bool:
+        return cluster.find("job", "aimed", "-n", queue.namespace) is None
+
+    cluster.wait("its Job to go with its pods", 60, gone)
+    cluster.apply(queued(queue, "after", pool))
+    cluster.wait("Kueue to give the quota to another", 60, lambda: admitted(queue, "after"))
+    queue.until("after", "Succeeded", "True", seconds=600)
+    assert gone() and not queue.pods("aimed"), "it was made anew"
