@@ -347,8 +347,7 @@ impl Play<'_> {
                 self.fault(FaultOf::Endpoint, &refused.to_string())?;
                 Some((End::Faults, refused.to_string()))
             }
-            // Where no answer ever came, the address is wrong or the server isn't up: nobody waits ten times for it.
-            gateway::Error::Unreachable { what, tries } if self.turn == 0 => {
+            gateway::Error::Unreachable { what, tries } if super::rules::given_up(self.turn, tries) => {
                 self.retries += tries;
                 self.fault(FaultOf::Endpoint, &what)?;
                 Some((End::Faults, format!("{what} ({tries} attempts)")))

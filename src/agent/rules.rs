@@ -8,6 +8,15 @@ use serde::{Deserialize, Serialize};
 
 /// Faults in a row that end an episode.
 pub const FAULTS: u32 = 10;
+/// Attempts at an endpoint that isn't reachable that are a wait of minutes: nobody waits so long ten times.
+const PATIENT: u32 = 10;
+
+/// Whether an endpoint that wasn't reached by so many attempts ends the episode: none of whose answers ever came, where the
+/// address is wrong or the server isn't up, or one that has been waited for long enough. Pure.
+#[must_use]
+pub const fn given_up(turn: u32, tries: u32) -> bool {
+    turn == 0 || tries >= PATIENT
+}
 /// Repetitions of the same step at which the model is told.
 pub const REPEATS_TOLD: usize = 3;
 /// Repetitions of the same step at which an episode ends.
@@ -150,6 +159,13 @@ pub fn room(context: u64, prompt: u64, most: u64) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_endpoint_that_is_away_is_waited_for_once() {
+        assert!(given_up(0, 5) && given_up(0, 20), "it never answered");
+        assert!(!given_up(3, 5), "a moment, in a local run");
+        assert!(given_up(3, 20), "ten minutes, in a pod");
+    }
 
     #[test]
     fn ten_faults_in_a_row_end_and_one_good_turn_forgives() {
