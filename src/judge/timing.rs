@@ -113,6 +113,24 @@ pub fn relative_width(interval: &Interval) -> f64 {
     (interval.high - interval.low) / (2.0 * interval.median)
 }
 
+/// How much wider than an interval of 95 % an interim look takes it: a normal deviate of 3.29 (two-sided 0.1 %) over 1.96.
+/// Looks are many and stop at the first that is clear, so that each at 95 % would be wrong far more often than one in
+/// twenty; at this level all of them together add little, and the last look keeps its 95 % (Haybittle 1971, Peto 1976).
+const INTERIM: f64 = 3.29 / 1.96;
+
+/// Whether an interim look may end a measurement. `speedups`: those by which a reward is decided, the measured one
+/// first. Each must lie on one side of the threshold by an interval of 99.9 %, and the first be no wider than `width`
+/// (relative, half of it) unless there are `enough` samples. The last look, at the end of the budget, needs none of this.
+#[must_use]
+pub fn settled(speedups: &[Interval], width: f64, enough: bool) -> bool {
+    let decided = |x: &Interval| {
+        let low = (x.low - x.median).mul_add(INTERIM, x.median);
+        let high = (x.high - x.median).mul_add(INTERIM, x.median);
+        low > FASTER || high <= FASTER
+    };
+    speedups.iter().all(decided) && speedups.first().is_some_and(|x| enough || relative_width(x) <= width)
+}
+
 /// Reward of a correct candidate: 1, 2 (faster than eager), 3 (also than compile). A missing compile
 /// baseline can't give 3.
 #[must_use]
@@ -151,6 +169,50 @@ mod tests {
         let baseline: Vec<f64> = (0..30).map(|_| draw()).collect();
         let found = speedup(&baseline, &candidate, 1).unwrap();
         assert!(found.low < 1.0 + 0.02 && found.high > 1.0 - 0.02 && relative_width(&found) > 0.01, "{found:?}");
+    }
+
+    #[test]
+    fn an_interim_look_ends_nothing_that_is_near_a_threshold_or_wide() {
+        let at = |low: f64, high: f64| Interval { median: f64::midpoint(low, high), low, high };
+        assert!(settled(&[at(1.99, 2.01)], 0.01, false));
+        assert!(!settled(&[], 1.0, true), "nothing was measured");
+        assert!(!settled(&[at(1.9, 2.1)], 0.01, false), "it is wide");
+        assert!(settled(&[at(1.9, 2.1)], 0.01, true), "it is wide, far from any threshold, and of many samples");
+        // Above the threshold at 95 %, not at 99.9 %.
+        assert!(!settled(&[at(1.053, 1.057)], 0.01, true));
+        assert!(!settled(&[at(1.046, 1.052)], 0.01, true));
+        assert!(!settled(&[at(1.99, 2.01), at(1.053, 1.057)], 0.01, true), "the other baseline leaves it open");
+    }
+
+    /// Share of candidates that are exactly at the threshold and called faster, where `stop` ends their measurement.
+    fn called_faster(stop: impl Fn(&Interval, bool) -> bool) -> f64 {
+        const TRIALS: usize = 4000;
+        let mut random = Random::new(11);
+        let mut normal = || (0..12).map(|_| random.below(1 << 30) as f64 / f64::from(1 << 30)).sum::<f64>() - 6.0;
+        let faster = (0..TRIALS).filter(|_| {
+            let (mut sum, mut count) = (0.0, 0.0);
+            for look in 1..=50 {
+                for _ in 0..10 {
+                    sum += FASTER + 0.05 * normal();
+                    count += 1.0;
+                }
+                let (median, half) = (sum / count, 1.96 * 0.05 / f64::sqrt(count));
+                let found = Interval { median, low: median - half, high: median + half };
+                if look == 50 || (look >= 3 && stop(&found, count >= 300.0)) {
+                    return reward(Some(&found), None) > 1;
+                }
+            }
+            false
+        });
+        faster.count() as f64 / TRIALS as f64
+    }
+
+    #[test]
+    fn looking_again_and_again_doesnt_make_a_candidate_faster() {
+        let each_at_95 = |x: &Interval, _: bool| x.low > FASTER || x.high <= FASTER;
+        assert!(called_faster(each_at_95) > 0.08, "one look in each block is what inflates the error");
+        let found = called_faster(|x, enough| settled(&[*x], 0.01, enough));
+        assert!(found < 0.035, "{found} where one look would be wrong in 0.025");
     }
 
     #[test]

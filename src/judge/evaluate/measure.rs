@@ -64,14 +64,14 @@ pub(super) fn measure(
         if block >= budget.blocks && (over || samples >= looked + looked / 8) {
             looked = samples;
             let found = timing::speedup(&evidence.eager_us, &evidence.candidate_us, 3);
-            let wide = found.is_none_or(|x| timing::relative_width(&x) > budget.width);
-            let enough = samples >= budget.samples && !open(session, found.as_ref(), evidence);
-            if !wide || over || enough {
-                if wide && let Some(x) = found {
+            let speedups: Vec<Interval> = found.into_iter().chain(over_cached(session, evidence)).collect();
+            // Without a figure nothing is settled, whatever the cached baseline is.
+            let settled = found.is_some() && timing::settled(&speedups, budget.width, samples >= budget.samples);
+            if over || settled {
+                if let Some(x) = found.filter(|x| timing::relative_width(x) > budget.width) {
                     evidence.notes.push(format!(
-                        "the interval is wide: {:.1} % after {} samples",
+                        "the interval is wide: {:.1} % after {samples} samples",
                         100.0 * timing::relative_width(&x),
-                        evidence.candidate_us.len()
                     ));
                 }
                 break;
@@ -217,12 +217,6 @@ fn over_cached(session: &Session, evidence: &Evidence) -> Option<Interval> {
     let baseline = session.baseline.as_ref().filter(|b| !b.compile_us.is_empty())?;
     let eager_now = timing::median(&evidence.eager_us)?;
     timing::speedup(&drifted(baseline, eager_now), &evidence.candidate_us, 5)
-}
-
-/// Whether an interval leaves open which reward is due.
-fn open(session: &Session, found: Option<&Interval>, evidence: &Evidence) -> bool {
-    let straddles = |x: &Interval| x.low <= FASTER && FASTER < x.high;
-    found.is_none_or(straddles) || over_cached(session, evidence).as_ref().is_some_and(straddles)
 }
 
 /// So near to where a reward changes that a cached baseline doesn't settle it.

@@ -60,7 +60,7 @@ struct Budget {
     block: usize,
     seconds: f64,
     width: f64,
-    /// With so many the interval may stay wide where no reward hangs on it.
+    /// With so many the interval may stay wide where no reward hangs on it (`timing::settled`).
     samples: usize,
     /// Timed sets are compared too, by chance.
     compare: bool,
