@@ -1,7 +1,8 @@
 //! Candidates of known worth, judged for real on the CPU device: honest ones of unusual make must be accepted,
 //! hostile ones refused for the stated reason. A case is a folder under `tests/corpus/{honest,hostile}` with
-//! `task.py`, the candidate's files, and `case.json` (`about`, `expect`); those under `tests/corpus/process` are in forms that
-//! can't be plans and run as they are. After every hostile one of these an honest one is judged in the same judge.
+//! `task.py`, the candidate's files, and `case.json` (`about`, `expect`: `correct`, `code`, `speedup_at_most` of what wins no
+//! time by its trick); those under `tests/corpus/process` are in forms that can't be plans and run as they are. After every
+//! hostile one of these an honest one is judged in the same judge.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
@@ -61,6 +62,10 @@ fn cases(kind: &str) -> Vec<Case> {
 fn complaint(expect: &Value, verdict: &Verdict) -> Option<String> {
     if Some(verdict.correct) != expect["correct"].as_bool() || (verdict.reward == -1) == verdict.correct {
         return Some(format!("judged correct={} ({:?})", verdict.correct, verdict.reason));
+    }
+    let speedup = verdict.speedup.eager.map_or(0.0, |x| x.median);
+    if let Some(most) = expect["speedup_at_most"].as_f64().filter(|most| speedup > *most) {
+        return Some(format!("{speedup:.1} times as fast as eager, {most} at most: {:?}", verdict.time_us));
     }
     let wanted: Vec<&str> = match &expect["code"] {
         Value::String(code) => vec![code],

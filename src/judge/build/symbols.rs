@@ -1,6 +1,6 @@
-//! What a built extension takes from other libraries, and what of that it may not.
+//! What a built library takes from others, and what of that it may not: an extension, or the module of a plan for the CPU.
 //!
-//! Knows ELF's dynamic symbols and the names behind which PyTorch computes without dispatching. Must not know how an extension
+//! Knows ELF's dynamic symbols and the names behind which PyTorch computes without dispatching. Must not know how a library
 //! is run. Operators that are dispatched are seen when they run; these here would not be.
 
 /// Refusal of a symbol: the code of a verdict, and why.
@@ -32,6 +32,8 @@ const NAMES: &[(&str, &str, &str)] = &[
     ("dlopen", "library_not_allowed", LOADS),
     ("dlmopen", "library_not_allowed", LOADS),
     ("dlsym", "library_not_allowed", LOADS),
+    ("dlvsym", "library_not_allowed", LOADS),
+    ("__libc_dl", "library_not_allowed", LOADS),
     ("_ZN2at14clearCallbacks", "trace_failed", BLINDS),
     ("_ZN2at20clearGlobalCallbacks", "trace_failed", BLINDS),
     ("_ZN2at25clearThreadLocalCallbacks", "trace_failed", BLINDS),
@@ -41,7 +43,7 @@ const NAMES: &[(&str, &str, &str)] = &[
     ("_ZN2at19RecordFunctionGuard", "trace_failed", BLINDS),
 ];
 
-/// The first symbol that an extension may not take from elsewhere. `None` of what is no library too: it can't be loaded.
+/// The first symbol that a candidate's library may not take from elsewhere. `None` of what is no library too: it can't be loaded.
 #[must_use]
 pub fn forbidden(library: &[u8]) -> Option<Forbidden> {
     let found = |symbol: &str| {

@@ -48,6 +48,13 @@ pub(super) fn build_all(
                 admit::check_launch(&image, launch).map(|_| ()).map_err(|refused| refused.to_string())
             })?;
         } else if let Some(source) = candidate.files.get(&module.path) {
+            if let Some(forbidden) = build::symbols::forbidden(&built.image) {
+                let why = format!("{} needs {}: {}", module.path, forbidden.symbol, forbidden.why);
+                return Err(Stop::Candidate(Box::new(Reason {
+                    file: Some(module.path.clone()),
+                    ..reason(forbidden.code, why)
+                })));
+            }
             check_launches(plan, index, |launch| build::signature::check(source, &launch.kernel, &launch.args))?;
         }
         images.push(built);

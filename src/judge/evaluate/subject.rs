@@ -12,7 +12,6 @@ use super::run::{RUNNER, Run, limit};
 use crate::judge::Device;
 use crate::judge::runner::client::write_constants;
 use crate::judge::session::{MINUTES, Session, secret_seed, task_error};
-use crate::judge::timing;
 use serde_json::json;
 use std::os::fd::AsFd;
 
@@ -68,14 +67,8 @@ pub(super) struct Planned<'a> {
 }
 
 impl Subject for Planned<'_> {
+    /// Done before the candidate was loaded (`run::load_into`).
     fn calibrate(&mut self, _: &mut Session) -> Result<(), Stop> {
-        if self.run.cpu {
-            let mut nulls = Vec::new();
-            for _ in 0..15 {
-                nulls.push(clocked(&mut self.run, |run| run.runner.null(1, run.limit).map(|_| ()))?);
-            }
-            self.run.null_us = timing::median(&nulls).unwrap_or(0.0);
-        }
         Ok(())
     }
 
