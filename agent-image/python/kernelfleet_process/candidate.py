@@ -313,14 +313,22 @@ class Candidate:
         return {}
 
     def trace(self, request: Message, fds: list[int]) -> Message:
-        """What runs on the card in a call, by PyTorch's profiler."""
+        """What runs on the card in a call, by PyTorch's profiler, and what the last of those calls returned."""
         close_all(fds)
         from kernelfleet_host.profile import launches
 
         model = self._model
         if model is None:
             raise Refused("malformed", "no candidate is loaded")
-        return {"launches": launches(lambda: model(*self._inputs), self._device)}
+        self._outputs = []
+        returned: list[Any] = [None]
+
+        def call() -> None:
+            returned[0] = None  # its memory is taken again, as between other calls
+            returned[0] = model(*self._inputs)
+
+        seen = launches(call, self._device)
+        return {"launches": seen, **self._told(returned[0])}
 
     def _told(self, result: Any) -> Message:
         assert self._native is not None

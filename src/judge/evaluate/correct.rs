@@ -67,13 +67,18 @@ pub(super) fn clocked(run: &mut Run, work: impl FnOnce(&mut Run) -> Result<(), R
 
 pub(super) fn compare(session: &mut Session, slot: usize, subject: &mut dyn Subject, what: &str) -> Result<(), Stop> {
     subject.show(session)?;
+    decided(session, slot, subject.only(), what)
+}
+
+/// Whether what is bound for `slot` is what the reference gives. `only`: the launch that a mismatch must be of.
+pub(super) fn decided(session: &mut Session, slot: usize, only: Option<String>, what: &str) -> Result<(), Stop> {
     let body = json!({"op": "compare", "slot": slot, "tolerance": session.fixed.judge.options.tolerance});
     let frame = session.host.ask(&body, &[], MINUTES).map_err(|e| task_error(&session.fixed.task, e))?;
     if frame.body["match"].as_bool() == Some(true) {
         return Ok(());
     }
     let mut found = reason("mismatch", mismatch(&frame.body["detail"], what));
-    found.launch = subject.only();
+    found.launch = only;
     Err(Stop::Candidate(Box::new(found)))
 }
 

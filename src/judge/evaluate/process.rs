@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::correct::{PLAIN, draw};
+use super::correct::{PLAIN, decided, draw};
 use super::evidence::Evidence;
 use super::run::limit;
 use super::subject::Subject;
@@ -161,7 +161,8 @@ const FRAMEWORK: &[&str] = &[
     "static_runtime",
 ];
 
-/// A candidate in its process. On the CPU that stands still whenever it isn't asked.
+/// A candidate in its process, which stands still whenever it isn't asked: neither an empty call nor a baseline is taken
+/// beside it.
 pub(super) struct Process<'a> {
     candidate: &'a Candidate,
     judge: Arc<Judge>,
@@ -171,10 +172,7 @@ pub(super) struct Process<'a> {
     null: Option<Forked>,
     shared: Shared,
     limit: Duration,
-    /// Means of empty calls on a card, medians on the CPU, microseconds: of the first calls, then of each block.
-    nulls: Vec<f64>,
-    /// Every empty call on a card, microseconds.
-    every_null: Vec<f64>,
+    nulls: Nulls,
     /// What the candidate's process said of its last call, for who looks why it is slow; nothing is decided by it.
     said_us: Vec<Vec<f64>>,
     /// On a card: how long copying outputs took after the answer, of empty calls and of the candidate's, microseconds.
@@ -185,6 +183,62 @@ pub(super) struct Process<'a> {
     shown: bool,
     /// Work of a call on the card as its profiler sees it, microseconds.
     device_us: Option<f64>,
+}
+
+/// What empty calls took, microseconds.
+#[derive(Debug, Default)]
+struct Nulls {
+    /// Medians on the CPU, means on a card: of the first calls, then of each block.
+    each: Vec<f64>,
+    /// Most that is taken off on a card: the least mean of those that were measured before the candidate was there, and
+    /// with the card held.
+    cap: Option<f64>,
+    /// Every empty call on a card.
+    every: Vec<f64>,
+}
+
+impl Nulls {
+    /// Calls on the CPU.
+    fn add_on_cpu(&mut self, times: &[f64]) {
+        self.each.extend(timing::median(times));
+    }
+
+    /// Calls on a card; `caps`: nothing that is to be measured has a part in them.
+    fn add_on_card(&mut self, times: Vec<f64>, caps: bool) {
+        let mean = timing::mean(&times);
+        self.each.push(mean);
+        if caps {
+            self.cap = Some(self.cap.map_or(mean, |cap| cap.min(mean)));
+        }
+        self.every.extend(times);
+    }
+
+    /// What is taken off each call. On the CPU the least that an empty one was seen to take, so that a noisy clock takes
+    /// from the candidate and gives it nothing. On a card empty calls vary as much as many a kernel takes: what this
+    /// block's took on average, from a candidate's block of the same minutes, but never more than the cap.
+    fn taken_off(&self, cpu: bool) -> f64 {
+        if cpu {
+            let least = self.each.iter().copied().fold(f64::INFINITY, f64::min);
+            return if least.is_finite() { least } else { 0.0 };
+        }
+        match (self.cap, self.each.last()) {
+            (Some(cap), Some(last)) => cap.min(*last),
+            _ => 0.0,
+        }
+    }
+
+    /// The least time that can be told from none: on the CPU the spread of empty calls, on a card two standard errors of
+    /// what is taken off.
+    fn resolution(&self, cpu: bool) -> f64 {
+        if cpu {
+            let most = self.each.iter().copied().fold(0.0, f64::max);
+            return (most - self.taken_off(cpu)).max(1.0);
+        }
+        let centre = timing::mean(&self.every);
+        let variance = timing::mean(&self.every.iter().map(|x| (x - centre).powi(2)).collect::<Vec<_>>());
+        let error = (variance / (self.every.len().max(1) as f64)).sqrt();
+        (2.0 * error).max(1.0)
+    }
 }
 
 /// Memory that the candidate and the reference host both have.
@@ -213,6 +267,15 @@ struct Called {
     #[serde(default)]
     took_us: Vec<f64>,
     id: Option<u64>,
+}
+
+/// An answer to `trace`.
+#[derive(Debug, Deserialize)]
+struct Traced {
+    launches: Vec<Value>,
+    /// Of the last of the calls that the profiler saw.
+    outputs: Vec<Output>,
+    structure: Value,
 }
 
 /// Where an output lies, as the process says.
@@ -367,8 +430,7 @@ impl<'a> Process<'a> {
             null: None,
             shared,
             limit,
-            nulls: Vec::new(),
-            every_null: Vec::new(),
+            nulls: Nulls::default(),
             said_us: Vec::new(),
             tails: (Vec::new(), Vec::new()),
             last: None,
@@ -426,9 +488,7 @@ impl<'a> Process<'a> {
         let frame =
             answer.map_err(|e| if set.is_some() { failure(e, doing, &child.said()) } else { ours(e, &child) })?;
         Builds { left: EXTENSIONS }.serve(&self.judge, &framework, &mut child, frame)?;
-        if self.on_cpu() && !child.stand_still(STOP) {
-            return Err(incorrect("timeout", "the process could not be stopped"));
-        }
+        still(&child)?;
         Ok(child)
     }
 
@@ -447,8 +507,9 @@ impl<'a> Process<'a> {
             session.host.thaw();
             return called.map(|(called, wall)| (called, wall, 0.0));
         }
-        // A process that was asleep answers later by more than many a kernel takes. It has no new inputs yet: what it does
-        // here is of no use to it.
+        // A process that stood still or slept answers later by more than many a kernel takes. It has no new inputs yet: what
+        // it does here is of no use to it.
+        child.thaw();
         child.ask(&json!({"op": "ready"}), &[], limit).map_err(|e| failure(e, CALL, &child.said()))?;
         tell(session, &json!({"op": "release", "slot": slot}))?;
         child.stay_awake(true);
@@ -457,6 +518,7 @@ impl<'a> Process<'a> {
         session.host.stay_awake(false);
         child.stay_awake(false);
         let timed = timed?;
+        still(child)?;
         tell(session, &json!({"op": "returned", "slot": slot}))?;
         Ok(timed)
     }
@@ -471,16 +533,14 @@ impl<'a> Process<'a> {
     ) -> Result<(Called, f64, f64), Stop> {
         let start = Instant::now();
         let (called, answered) = Self::call_running(child, limit)?;
-        let outputs: Vec<Value> = called.outputs.iter().map(|o| o.wire(None, from, u64::MAX >> 1)).collect();
-        let body = json!({"op": "snapshot", "slot": slot, "outputs": outputs, "structure": called.structure});
-        let copied = session.host.ask(&body, &[], MINUTES).map_err(|e| unlike(session, e));
+        let copied = snapshot(session, slot, from, &called.outputs, &called.structure);
         let wall = start.elapsed().as_secs_f64() * 1e6;
         copied?;
         Ok((called, wall, wall - answered))
     }
 
-    /// Empty calls, of which the median is kept, on a card the mean.
-    fn empty_calls(&mut self, session: &mut Session, count: usize) -> Result<(), Stop> {
+    /// Empty calls, beside which the candidate stands still. `caps`: no more than these is taken off on a card.
+    fn empty_calls(&mut self, session: &mut Session, count: usize, caps: bool) -> Result<(), Stop> {
         let from = self.shared.bytes - self.shared.null_bytes;
         let mut null = match self.null.take() {
             Some(null) => null,
@@ -495,46 +555,37 @@ impl<'a> Process<'a> {
         }
         self.null = Some(null);
         if self.on_cpu() {
-            self.nulls.extend(timing::median(&times));
+            self.nulls.add_on_cpu(&times)
         } else {
-            self.nulls.push(timing::mean(&times));
-            self.every_null.extend(times);
+            self.nulls.add_on_card(times, caps)
         }
         Ok(())
     }
 
-    /// What runs on the card in a call, as its profiler sees it.
+    /// What runs on the card in a call on inputs that were never seen, as its profiler sees it; what those calls return is
+    /// compared, so that nothing else was run for the profiler.
     fn trace(&mut self, session: &mut Session) -> Result<(), Stop> {
         let Some(child) = &mut self.child else { return Ok(()) };
+        draw(session, 0, PLAIN)?;
         tell(session, &json!({"op": "release", "slot": 0}))?;
+        child.thaw();
         let asked = child.ask(&json!({"op": "trace"}), &[], MINUTES);
+        let failed = |child: &Forked, why: String| incorrect("trace_failed", with_words(why, &child.said()));
         let frame = asked.map_err(|e| match failure(e, "the profiler's look at ModelNew", "") {
-            Stop::Candidate(reason) => incorrect("trace_failed", with_words(reason.message, &child.said())),
+            Stop::Candidate(reason) => failed(child, reason.message),
             error => error,
         })?;
-        let launches = frame.body["launches"].as_array().cloned().unwrap_or_default();
-        let seen = kernels(&launches, &self.judge.options.libraries);
+        still(child)?;
+        let traced: Traced = serde_json::from_value(frame.body)
+            .map_err(|_| incorrect("forged_reply", "the answer to the profiler's look is none"))?;
+        let seen = kernels(&traced.launches, &self.judge.options.libraries);
         self.device_us = Some(seen.map_err(|stop| match stop {
-            Stop::Candidate(reason) if reason.code == "trace_failed" => {
-                incorrect("trace_failed", with_words(reason.message, &child.said()))
-            }
+            Stop::Candidate(reason) if reason.code == "trace_failed" => failed(child, reason.message),
             other => other,
         })?);
-        Ok(())
-    }
-
-    /// What is taken off each call. On the CPU the least that an empty one was seen to take, so that a noisy clock takes
-    /// from the candidate and gives it nothing. On a card empty calls vary as much as many a kernel takes: what this
-    /// block's took on average, from a candidate's block of the same minutes, but never more than before it first ran.
-    fn empty_us(&self) -> f64 {
-        if self.on_cpu() {
-            let least = self.nulls.iter().copied().fold(f64::INFINITY, f64::min);
-            return if least.is_finite() { least } else { 0.0 };
-        }
-        match (self.nulls.first(), self.nulls.last()) {
-            (Some(first), Some(last)) => first.min(*last),
-            _ => 0.0,
-        }
+        snapshot(session, 0, 0, &traced.outputs, &traced.structure)?;
+        tell(session, &json!({"op": "returned", "slot": 0}))?;
+        decided(session, 0, None, "the calls that the profiler saw")
     }
 
     /// Asks a process that stands still, and stops it again.
@@ -593,6 +644,18 @@ impl Output {
         }
         entry
     }
+}
+
+/// Has the reference host copy what a process returned on a card; `from`: where that one's part of the pool begins.
+fn snapshot(session: &mut Session, slot: usize, from: u64, outputs: &[Output], structure: &Value) -> Result<(), Stop> {
+    let outputs: Vec<Value> = outputs.iter().map(|o| o.wire(None, from, u64::MAX >> 1)).collect();
+    let body = json!({"op": "snapshot", "slot": slot, "outputs": outputs, "structure": structure});
+    session.host.ask(&body, &[], MINUTES).map(|_| ()).map_err(|e| unlike(session, e))
+}
+
+/// Stops a process that has answered.
+fn still(child: &Forked) -> Result<(), Stop> {
+    if child.stand_still(STOP) { Ok(()) } else { Err(incorrect("timeout", "the process could not be stopped")) }
 }
 
 /// No candidate is to blame for what befalls the one that does nothing.
@@ -741,7 +804,7 @@ impl Subject for Process<'_> {
             // What is handed to the empty calls is drawn as it is for every other.
             draw(session, 0, PLAIN)?;
         }
-        self.empty_calls(session, if self.on_cpu() { NULLS.0 } else { NULLS_ON_CARD.0 })
+        self.empty_calls(session, if self.on_cpu() { NULLS.0 } else { NULLS_ON_CARD.0 }, true)
     }
 
     fn select(&mut self, session: &mut Session, set: usize) -> Result<(), Stop> {
@@ -786,7 +849,7 @@ impl Subject for Process<'_> {
     }
 
     fn block(&mut self, session: &mut Session) -> Result<(), Stop> {
-        self.empty_calls(session, if self.on_cpu() { NULLS.1 } else { NULLS_ON_CARD.1 })
+        self.empty_calls(session, if self.on_cpu() { NULLS.1 } else { NULLS_ON_CARD.1 }, false)
     }
 
     fn unchanged(&mut self, session: &mut Session) -> Result<(), Stop> {
@@ -798,8 +861,10 @@ impl Subject for Process<'_> {
         self.trace(session)
     }
 
+    /// What empty calls took before was beside others' work, which must not be taken off.
     fn settle(&mut self, session: &mut Session, _: &mut Evidence) -> Result<(), Stop> {
-        self.trace(session)
+        self.trace(session)?;
+        self.empty_calls(session, NULLS_ON_CARD.0, true)
     }
 
     fn cross_check(&mut self, evidence: &mut Evidence) -> Result<(), Stop> {
@@ -811,7 +876,7 @@ impl Subject for Process<'_> {
             device = self.device_us,
             late,
             null_tail = median(&self.tails.0),
-            nulls = ?self.nulls,
+            nulls = ?self.nulls.each,
             said = ?self.said_us.iter().rev().take(12).collect::<Vec<_>>(),
             samples = ?evidence.candidate_us,
             eager = ?evidence.eager_us,
@@ -843,25 +908,16 @@ impl Subject for Process<'_> {
     }
 
     fn null_us(&self) -> Option<f64> {
-        self.on_cpu().then(|| self.empty_us())
+        self.on_cpu().then(|| self.taken_off())
     }
 
     fn taken_off(&self) -> f64 {
-        self.empty_us()
+        self.nulls.taken_off(self.on_cpu())
     }
 
+    /// No less than the profiler's device time: a kernel of the empty call's is taken off with it.
     fn resolution(&self) -> f64 {
-        if self.on_cpu() {
-            let most = self.nulls.iter().copied().fold(0.0, f64::max);
-            return (most - self.empty_us()).max(1.0);
-        }
-        // Two standard errors of what is taken off; and the profiler's device time, since a kernel of the empty call's is
-        // taken off with it.
-        let all = &self.every_null;
-        let centre = timing::mean(all);
-        let variance = timing::mean(&all.iter().map(|x| (x - centre).powi(2)).collect::<Vec<_>>());
-        let error = (variance / (all.len().max(1) as f64)).sqrt();
-        (2.0 * error).max(1.0).max(self.device_us.unwrap_or(0.0))
+        self.nulls.resolution(self.on_cpu()).max(self.device_us.unwrap_or(0.0))
     }
 
     fn only(&self) -> Option<String> {
@@ -899,6 +955,31 @@ mod tests {
             Err(Stop::Error(error)) => error.to_string(),
             Ok(()) => String::new(),
         }
+    }
+
+    #[test]
+    fn no_more_is_taken_off_on_a_card_than_empty_calls_took_with_the_card_held() {
+        let mut nulls = Nulls::default();
+        // Before the candidate was there others used the card.
+        nulls.add_on_card(vec![1500.0, 1700.0], true);
+        assert_eq!(nulls.taken_off(false), 1600.0);
+        nulls.add_on_card(vec![800.0, 900.0], true);
+        assert_eq!(nulls.taken_off(false), 850.0);
+        // A block beside which something of the candidate's works, and a quick one.
+        nulls.add_on_card(vec![5000.0], false);
+        assert_eq!(nulls.taken_off(false), 850.0);
+        nulls.add_on_card(vec![700.0], false);
+        assert_eq!(nulls.taken_off(false), 700.0);
+    }
+
+    #[test]
+    fn on_the_cpu_the_least_empty_call_is_taken_off_and_their_spread_is_not_told_from_work() {
+        let mut nulls = Nulls::default();
+        for times in [[90.0], [70.0], [100.0]] {
+            nulls.add_on_cpu(&times);
+        }
+        assert_eq!((nulls.taken_off(true), nulls.resolution(true)), (70.0, 30.0));
+        assert_eq!(Nulls::default().taken_off(true), 0.0);
     }
 
     #[test]
