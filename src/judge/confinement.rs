@@ -196,9 +196,9 @@ pub(super) fn runner(toolchain: &Toolchain, device: Device, beside_helper: bool)
     }
 }
 
-/// What is counted under `ncu`, as it is otherwise, with what that program needs: its own folders, and no filter of system
-/// calls, since it talks over sockets and shared memory to what it counts. Where the driver lets only administrators count, no
-/// user of its own either: nothing that holds hostile host code may run so.
+/// What is counted under `ncu`, as it is otherwise, with what that program needs: its own folders, and a reference host's filter
+/// of system calls for both, since it starts what it counts and talks to it over local sockets and shared memory. Where the
+/// driver lets only administrators count, no user of its own either: nothing that holds hostile host code may run so.
 pub(super) fn counted(inner: Confinement, ncu: &Path, scratch: &Path) -> Confinement {
     let Confinement { mut read, mut write, mut env, mut user, .. } = inner;
     let folders = ["/etc", "/opt/nvidia", "/usr/local/cuda", "/proc", "/sys"].map(PathBuf::from);
@@ -213,7 +213,8 @@ pub(super) fn counted(inner: Confinement, ncu: &Path, scratch: &Path) -> Confine
     if !params.lines().any(|line| line.trim() == "RmProfilingAdminOnly: 0") {
         user = None;
     }
-    Confinement { read, write, env, user, seccomp: None, cwd: Some(scratch.to_owned()), ..inner }
+    let seccomp = Some(seccomp::host());
+    Confinement { read, write, env, user, seccomp, cwd: Some(scratch.to_owned()), ..inner }
 }
 
 fn python(toolchain: &Toolchain) -> Vec<PathBuf> {
@@ -232,4 +233,21 @@ fn device_files() -> Vec<PathBuf> {
         .collect();
     found.sort();
     found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_counted_runs_under_the_filter_of_a_reference_host() {
+        let folder = tempfile::tempdir().unwrap();
+        // A candidate's runner has another filter or none, a reference its own.
+        for seccomp in [None, Some(seccomp::runner_cuda()), Some(seccomp::host())] {
+            let inner = Confinement { seccomp, ..Confinement::default() };
+            let outer = counted(inner, Path::new("/usr/bin/true"), folder.path());
+            assert_eq!(outer.seccomp, Some(seccomp::host()));
+            assert!(outer.write.contains(&folder.path().to_owned()));
+        }
+    }
 }

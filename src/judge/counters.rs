@@ -12,6 +12,9 @@ use serde::{Deserialize, Serialize};
 /// Most kernels of one call that are counted.
 const MOST: usize = 64;
 
+/// Most of its own words that are told, characters.
+const SAID: usize = 1000;
+
 /// What is counted: the name under which it is told, and the counter.
 const METRICS: [(&str, &str); 15] = [
     ("time_ns", "gpu__time_duration.sum"),
@@ -131,6 +134,12 @@ pub(super) fn parse(log: &str) -> Result<Vec<Kernel>, String> {
     if kernels.is_empty() { Err(complaint(log)) } else { Ok(kernels) }
 }
 
+/// Why `ncu` could not count, where it says so: its errors, on one line.
+#[must_use]
+pub(super) fn refusal(log: &str) -> Option<String> {
+    log.contains("==ERROR== ").then(|| complaint(log))
+}
+
 /// What `ncu` says that it lacks, on one line.
 fn complaint(log: &str) -> String {
     if log.contains("ERR_NVGPUCTRPERM") {
@@ -138,7 +147,8 @@ fn complaint(log: &str) -> String {
     }
     let said: Vec<&str> =
         log.lines().filter_map(|l| l.strip_prefix("==ERROR== ").or(l.strip_prefix("==WARNING== "))).collect();
-    if said.is_empty() { "ncu counted nothing".into() } else { format!("ncu counted nothing: {}", said.join(" ")) }
+    let said: String = said.join(" ").chars().take(SAID).collect();
+    if said.is_empty() { "ncu counted nothing".into() } else { format!("ncu counted nothing: {said}") }
 }
 
 #[cfg(test)]
@@ -176,5 +186,9 @@ mod tests {
             "ncu counted nothing: No kernels were profiled."
         );
         assert_eq!(parse("").unwrap_err(), "ncu counted nothing");
+        assert!(refusal(refused).unwrap().contains("NVreg_RestrictProfilingToAdminUsers=0"));
+        let none = "==PROF== Connected\n==ERROR== No CUDA device found.\n";
+        assert_eq!(refusal(none).unwrap(), "ncu counted nothing: No CUDA device found.");
+        assert_eq!(refusal("==WARNING== No kernels were profiled.\n"), None, "a failure before any kernel isn't ncu's");
     }
 }

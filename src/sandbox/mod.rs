@@ -441,6 +441,11 @@ pub fn kill_all(pid: i32, uid: Option<u32>) {
         libc::kill(-pid, libc::SIGKILL);
         libc::kill(pid, libc::SIGKILL);
     }
+    kill_of(uid);
+}
+
+/// Kills all that still runs under a user of ours; of no effect for any other.
+pub fn kill_of(uid: Option<u32>) {
     if let Some(uid) = uid.filter(|uid| (FIRST_USER..FIRST_USER + USERS).contains(uid)) {
         kill_user(uid);
     }
