@@ -310,6 +310,54 @@ def test_an_input_or_parameter_that_the_candidate_wrote_is_a_mismatch(host: Host
     assert judged.says(right)["detail"]["rule"] == "state"
 
 
+def changed(judged: Judged, seed: int) -> list[torch.Tensor]:
+    """Where a mixed set differs from what the task draws under the same seed."""
+    plain = [x.clone() for x in judged.draw(seed)]
+    mixed = judged.draw(seed, "mixed")
+    return [a != b for a, b in zip(plain, mixed, strict=True)]
+
+
+def test_a_mixed_set_differs_in_a_secret_row_and_a_few_places(host: Host) -> None:
+    judged = Judged(host, task("return torch.relu(xs[0])", "torch.rand(64, 256)"))
+    places = []
+    for seed in range(1, 7):
+        (differs,) = changed(judged, seed)
+        assert judged.drawn["applicable"]
+        rows = differs.all(1).nonzero().flatten().tolist()
+        assert len(rows) == 1 and 256 < int(differs.sum()) <= 256 + 6, differs.sum()
+        places.append(rows[0])
+        # a copy passes where nothing is negative, and nowhere else
+        (x,) = judged.draw(seed, "mixed")
+        assert judged.says(torch.relu(x))["match"]
+        assert bool((x < 0).any()) != judged.says(x)["match"]
+    assert len(set(places)) > 2, places
+
+
+def test_a_mixed_set_holds_nothing_that_the_reference_does_not_bear(host: Host) -> None:
+    judged = Judged(host, task("return torch.log(xs[0]) + torch.exp(xs[0])", "torch.rand(64, 256) + 1e-3"))
+    for seed in range(1, 9):
+        (differs,) = changed(judged, seed)
+        (x,) = judged.draw(seed, "mixed")
+        assert differs.any()
+        assert (x > 0).all() and (x <= 1.001).all(), "of a logarithm no sign changes, of an exponential nothing grows"
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        "torch.randint(0, 9, (64, 16))",
+        "torch.randint(0, 2, (64, 16)).float()",
+        "torch.softmax(torch.randn(64, 16), 1)",
+        "torch.tril(torch.rand(32, 32))",
+        "(lambda a: a + a.T)(torch.rand(32, 32))",
+    ],
+)
+def test_labels_probabilities_and_matrices_of_a_kind_stay_as_they_were_drawn(host: Host, inputs: str) -> None:
+    judged = Judged(host, task("return xs[0] * 2", inputs))
+    (differs,) = changed(judged, 3)
+    assert not differs.any() and not judged.drawn["applicable"]
+
+
 def test_an_index_among_equal_maxima_is_accepted_and_another_is_not(host: Host) -> None:
     source = task("return torch.argmax(xs[0], dim=1)", "torch.randint(0, 3, (32, 20, 5)).float()")
     judged = Judged(host, source)

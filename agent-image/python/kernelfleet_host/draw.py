@@ -5,6 +5,7 @@ Knows which tensors bear which transform. Must not know where the slots lie or w
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import torch
@@ -13,7 +14,13 @@ from kernelfleet_zygote import Refused
 from kernelfleet_host.task import Task
 from kernelfleet_host.tensors import Meta, dtype_name
 
-KINDS = ("none", "scale", "shift", "negate")
+KINDS = ("none", "mixed", "scale", "shift", "negate")
+MIXES = {"up": ("scale", 1e5), "down": ("scale", 1e-6), "shift": ("shift", -0.5), "negate": ("negate", -1.0)}
+"""What a few places of a mixed set may be, and the transform of a whole set that the reference must bear for it."""
+_PLACES = 6
+"""Single elements of an input that are changed in a mixed set, beside one row."""
+_ROWS = 4
+"""Fewest rows of which one may be changed."""
 _SAMPLE = 1 << 16
 
 
@@ -39,6 +46,8 @@ class Inputs:
                 self.metas.append(None)
                 self.values.append(value)
         self._allowed: list[frozenset[str]] | None = None
+        self.mixes: tuple[str, ...] | None = None
+        """Of `MIXES`, what the reference bears; to be found out once, before the first mixed set."""
 
     def wire(self) -> list[dict[str, Any]]:
         """`inputs` of the reply to `open`."""
@@ -79,7 +88,7 @@ class Inputs:
         """Transforms tensors in place; False where no input bears it (then nothing has changed)."""
         if kind == "none":
             return True
-        if kind not in KINDS:
+        if kind not in KINDS or kind == "mixed":
             raise Refused("transform", f"no transform {kind!r}")
         done = False
         for value, may in zip(values, self._allowed or [], strict=True):
@@ -93,6 +102,37 @@ class Inputs:
             else:
                 value.neg_()
         return done
+
+
+    def mix(self, values: list[Any], seed: int) -> bool:
+        """Changes a secret few places of each input that bears every transform, in place; False where none does.
+
+        A row and some single elements are negated, shifted or scaled (by 4 at most, so that they rule no sum of squares).
+        No place of such a set tells whether another one is as `get_inputs` drew it. An input that is no more than it
+        was (integers, labels, probabilities, triangular and symmetric matrices) is left alone.
+        """
+        done = False
+        chance = random.Random(f"places {seed}")
+        for value, may in zip(values, self._allowed or [], strict=True):
+            if not self.mixes or may != frozenset({"scale", "shift", "negate"}):
+                continue
+            done = True
+            if value.dim() and value.shape[0] >= _ROWS and value.numel() > value.shape[0]:
+                _change(value[chance.randrange(value.shape[0])], chance.choice(self.mixes), chance)
+            for _ in range(min(_PLACES, value.numel() // 8)):
+                place = tuple(chance.randrange(size) for size in value.shape)
+                _change(value[place], chance.choice(self.mixes), chance)
+        return done
+
+
+def _change(part: torch.Tensor, how: str, chance: random.Random) -> None:
+    """Changes a view of an input."""
+    if how == "negate":
+        part.neg_()
+    elif how == "shift":
+        part.add_(MIXES["shift"][1])
+    else:
+        part.mul_(chance.uniform(2.0, 4.0) if how == "up" else chance.uniform(0.25, 0.5))
 
 
 def allowed(tensor: torch.Tensor) -> frozenset[str]:

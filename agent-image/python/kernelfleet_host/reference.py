@@ -17,7 +17,7 @@ from kernelfleet_zygote import Refused
 from kernelfleet_host import buffers, compare, parameters
 from kernelfleet_host.buffers import Foreign, Shared
 from kernelfleet_host.compare import Finding, Measure, Statistic, Sums
-from kernelfleet_host.draw import Inputs
+from kernelfleet_host.draw import MIXES, Inputs
 from kernelfleet_host.exact import Exact, slices
 from kernelfleet_host.task import Task, told
 from kernelfleet_host.tensors import DTYPES, NAMES, Meta, flatten, same_structure, view
@@ -305,6 +305,8 @@ class Reference:
 
     def draw(self, slot: Slot, seed: int, kind: str, factor: float) -> bool:
         """Fills a slot; False where the transform doesn't apply (the slot holds untransformed data)."""
+        if kind == "mixed" and self.inputs.mixes is None:
+            self.inputs.mixes = self._borne(slot)
         drawn = self.inputs.draw(seed)
         slot.expected = None
         slot.sizes = []
@@ -315,13 +317,30 @@ class Reference:
                 else:
                     slot.inputs[i] = value
                 drawn[i] = None  # each is freed at once
-            applicable = self.inputs.transform(slot.inputs, kind, factor)
+            if kind == "mixed":
+                applicable = self.inputs.mix(slot.inputs, seed)
+            else:
+                applicable = self.inputs.transform(slot.inputs, kind, factor)
         slot.key = (kind, factor) if applicable else ("none", 1.0)
         slot.drawn = True
         slot.pristine = {i: slot.inputs[i].clone() for i in self.written_inputs}
         slot.sums = [self._checksum(s.base) if s is not None else None for s in slot.shared]
         self._sync()
         return applicable
+
+    def _borne(self, slot: Slot) -> tuple[str, ...]:
+        """What a few places of an input may be: what leaves the reference finite where all of them are so."""
+        found = []
+        for how, (kind, factor) in MIXES.items():
+            seed = int.from_bytes(os.urandom(8), "little") >> 1
+            try:
+                if self.draw(slot, seed, kind, factor) and self.all_finite(slot):
+                    found.append(how)
+            except Refused as refused:  # forward itself says that such inputs are none
+                if refused.code in ("memory", "cuda"):
+                    raise
+        slot.expected = None
+        return tuple(found)
 
     def _checksum(self, base: torch.Tensor) -> torch.Tensor:
         """Sums of the bytes with secret odd weights: a buffer with another content has another one."""

@@ -176,13 +176,13 @@ class Session:
         return {"tensors": records, "slots": len(slots)}, fds
 
     def draw(self, request: Message) -> Reply:
-        """`draw`. Whether an untransformed set is finite is told by `check`; here it counts as finite."""
+        """`draw`. Whether an untransformed set is finite is told by `check`; here it counts as finite, a mixed one too."""
         reference = self.reference
         slot = reference.slot(request.get("slot", 0))
         transform = request.get("transform") or {"kind": "none"}
         kind = str(transform.get("kind", "none"))
         applicable = reference.draw(slot, integer(request, "seed"), kind, float(transform.get("factor") or 1.0))
-        finite = reference.all_finite(slot) if applicable and kind != "none" else True
+        finite = reference.all_finite(slot) if applicable and kind not in ("none", "mixed") else True
         return {"finite": finite, "applicable": applicable}
 
     def eager(self, request: Message) -> Reply:

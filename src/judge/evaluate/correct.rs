@@ -21,7 +21,9 @@ pub(super) struct Transform {
     factor: f64,
 }
 
-pub(super) const PLAIN: Transform = Transform { kind: "none", factor: 1.0 };
+/// As the task's `get_inputs` draws them but for a secret few places, which are negated, shifted or scaled where the task bears
+/// that: no place of a set tells what another one holds, in timed sets neither.
+pub(super) const PLAIN: Transform = Transform { kind: "mixed", factor: 1.0 };
 /// Beyond half's range both ways, shifted and of the other sign (`docs/measuring.md`, "Correct").
 const SCALED: [Transform; 4] = [
     Transform { kind: "scale", factor: 1e5 },
@@ -132,7 +134,7 @@ pub(super) fn correctness(
         for (i, transform) in plain.chain(scaled.iter().copied()).enumerate() {
             held.breathe();
             let usable = draw(session, 0, transform)?;
-            if !usable && transform.kind != "none" {
+            if !usable && transform.kind != PLAIN.kind {
                 continue;
             }
             let (times, _) = eager(session, &[0])?;
@@ -140,7 +142,7 @@ pub(super) fn correctness(
             subject.bound_by(session.eager_us);
             subject.sample(session, 0)?;
             let what = match transform.kind {
-                "none" => format!("input set {} of parameter set {}", i + 1, set + 1),
+                "mixed" => format!("input set {} of parameter set {}", i + 1, set + 1),
                 "scale" => format!("inputs scaled by {:e}", transform.factor),
                 "shift" => format!("inputs shifted by {}", transform.factor),
                 _ => "negated inputs".to_owned(),
