@@ -27,13 +27,17 @@ pub(super) const BASELINE: &str = "quiet-baselines";
 /// Times of the baselines of one task on one device.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Baseline {
-    /// Median of eager when it was measured, microseconds.
+    /// Median of eager in the same minutes as `compile_us`, microseconds.
     pub eager_us: f64,
+    /// Its mean then, for what is measured by sums.
+    pub eager_mean_us: f64,
+    /// Whether eager was timed as a CUDA graph.
+    pub eager_graph: bool,
     /// Samples of `torch.compile`, microseconds; empty if it failed.
     pub compile_us: Vec<f64>,
+    /// Whether these are of a CUDA graph.
+    pub compile_graph: bool,
     pub compile_error: Option<String>,
-    /// Eager's median in the same minutes as `compile_us`, for the drift.
-    pub eager_at_compile_us: f64,
 }
 
 #[derive(Clone, Debug)]

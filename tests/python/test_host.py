@@ -15,10 +15,11 @@ import torch
 PYTHON = Path(__file__).resolve().parents[2] / "agent-image" / "python"
 sys.path.insert(0, str(PYTHON))
 
+from kernelfleet_host import reference as module  # noqa: E402
 from kernelfleet_host.reference import short  # noqa: E402
 from kernelfleet_host.task import lacks_memory  # noqa: E402
 from kernelfleet_host.tensors import DTYPES, Meta, contiguous_strides  # noqa: E402
-from kernelfleet_zygote import Channel  # noqa: E402
+from kernelfleet_zygote import Channel, Refused  # noqa: E402
 
 CONFINE = {
     "uid": None,
@@ -371,6 +372,29 @@ def test_an_index_among_equal_maxima_is_accepted_and_another_is_not(host: Host) 
     assert not judged.says(wrong)["match"]
     wrong[3, 2] = 99
     assert not judged.says(wrong)["match"]
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (Refused("memory", "no room for a window"), True),
+        (RuntimeError("operation not permitted when stream is capturing"), False),
+    ],
+)
+def test_a_capture_that_finds_no_memory_is_told(error: Exception, told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = module.Reference(LINEAR, "linear.py", "cpu", "reference", 1, 1)
+
+    def capture(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(module, "_Graph", capture)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert reference._capture("eager", None, reference.slots()[0]) is None
+    assert reference.short == ({"eager"} if told else set())
+    reference.draw(reference.slots()[0], 1, "none", 1.0)
+    assert reference.timed([0])["short"] is told
 
 
 def test_losses_are_compared_by_the_error_of_several_sets(host: Host) -> None:

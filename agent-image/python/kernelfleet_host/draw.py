@@ -103,7 +103,6 @@ class Inputs:
                 value.neg_()
         return done
 
-
     def mix(self, values: list[Any], seed: int) -> bool:
         """Changes a secret few places of each input that bears every transform, in place; False where none does.
 

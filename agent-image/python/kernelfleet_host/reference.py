@@ -113,6 +113,8 @@ class Reference:
         self._scratch: Slot | None = None
         self._timer: CpuTimer | CudaTimer | None = None
         self._graphs: dict[str, _Graph | None] = {}
+        self.short: set[str] = set()
+        """What could not be captured as a graph for want of memory: its times are no baseline for later."""
         self.windows = True  # slots are mapped in turn at the addresses that a graph reads
         self._exact = Exact(copy_bytes=(1 << 30) if device == "cpu" else (16 << 30))
         self._statistics: dict[tuple[int | None, str, float], list[Statistic | None]] = {}
@@ -434,7 +436,8 @@ class Reference:
                 slot.expected = None
                 took, graph = self._run_cuda(slot, model, "eager")
             times.append(took)
-        return {"time_us": times, "wall_us": self._walls(indices, model, times), "graph": graph}
+        walls = self._walls(indices, model, times)
+        return {"time_us": times, "wall_us": walls, "graph": graph, "short": "eager" in self.short}
 
     def _run_cpu(self, slot: Slot, call: Any, key: int) -> float:
         timer = self.timer()
@@ -461,7 +464,7 @@ class Reference:
         if name not in self._graphs:
             timer.warm(lambda: call(*self._fresh_inputs(slot)))
             self._restore_state()
-            self._graphs[name] = self._capture(call, slot)
+            self._graphs[name] = self._capture(name, call, slot)
             self._restore_state()
         captured = self._graphs[name]
         if captured is not None:
@@ -470,7 +473,7 @@ class Reference:
             except Refused:  # no mapping in turn: capture again, on copies
                 self.windows = False
                 self._restore_state()
-                captured = self._graphs[name] = self._capture(call, slot)
+                captured = self._graphs[name] = self._capture(name, call, slot)
                 self._restore_state()
         if captured is not None:
             with told("replaying forward", self.task.path):
@@ -497,11 +500,14 @@ class Reference:
             self._restore_state()
         return took, captured is not None
 
-    def _capture(self, call: Any, slot: Slot) -> _Graph | None:
+    def _capture(self, name: str, call: Any, slot: Slot) -> _Graph | None:
+        self.short.discard(name)
         try:
             return _Graph(self, call, slot)
-        except Exception:  # whatever a capture runs into: eager calls are timed instead
+        except Exception as error:  # whatever a capture runs into: eager calls are timed instead
             torch.cuda.synchronize()
+            if out_of_memory(error):
+                self.short.add(name)
             return None
 
     def give_back(self) -> None:
@@ -1043,6 +1049,14 @@ def noise(
         shift = int(torch.randint(0, block, (1,), generator=generator, device=device))
         data = data.roll(shift).repeat(-(-count // block))[:count]
     return data.contiguous().view(torch.uint8)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether `error`, or what it came from, says that memory was short."""
+    known = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "out of memory" in str(error)
+    refused = isinstance(error, Refused) and error.code == "memory"
+    cause = error.__cause__ or error.__context__
+    return known or refused or (cause is not None and out_of_memory(cause))
 
 
 def available_bytes(device: str) -> int:

@@ -42,19 +42,40 @@ pub(super) fn draw(session: &mut Session, slot: usize, transform: Transform) -> 
     Ok(yes("finite") && yes("applicable"))
 }
 
-pub(super) fn eager(session: &mut Session, slots: &[usize]) -> Result<(Vec<f64>, Option<f64>), Stop> {
+/// Times of the reference, microseconds, as the host took them.
+#[derive(Debug, Default)]
+pub(super) struct Timed {
+    /// A slot each.
+    pub(super) times: Vec<f64>,
+    /// Median on the host's clock, where it took one.
+    pub(super) wall: Option<f64>,
+    /// Taken of a CUDA graph.
+    pub(super) graph: bool,
+    /// No graph could be made for want of memory: it would have been faster.
+    pub(super) short: bool,
+}
+
+impl Timed {
+    /// From a reply to `eager` or `compile`.
+    pub(super) fn of(body: &Value) -> Self {
+        let list =
+            |key: &str| -> Vec<f64> { body[key].as_array().into_iter().flatten().filter_map(Value::as_f64).collect() };
+        let flag = |key: &str| body[key].as_bool().unwrap_or(false);
+        let wall = timing::median(&list("wall_us"));
+        Self { times: list("time_us"), wall, graph: flag("graph"), short: flag("short") }
+    }
+}
+
+pub(super) fn eager(session: &mut Session, slots: &[usize]) -> Result<Timed, Stop> {
     let frame = session
         .host
         .ask(&json!({"op": "eager", "slots": slots}), &[], MINUTES)
         .map_err(|e| task_error(&session.fixed.task, e))?;
-    let list = |key: &str| -> Vec<f64> {
-        frame.body[key].as_array().into_iter().flatten().filter_map(Value::as_f64).collect()
-    };
-    let times = list("time_us");
-    if times.len() != slots.len() {
+    let timed = Timed::of(&frame.body);
+    if timed.times.len() != slots.len() {
         return Err(Error::Fault("the reference host gave no time for a sample".into()).into());
     }
-    Ok((times, timing::median(&list("wall_us"))))
+    Ok(timed)
 }
 
 /// Wall microseconds of a request to a stopped CPU runner, until every thread of it has stopped again: what still
@@ -137,8 +158,7 @@ pub(super) fn correctness(
             if !usable && transform.kind != PLAIN.kind {
                 continue;
             }
-            let (times, _) = eager(session, &[0])?;
-            session.eager_us = times[0];
+            session.eager_us = eager(session, &[0])?.times[0];
             subject.bound_by(session.eager_us);
             subject.sample(session, 0)?;
             let what = match transform.kind {

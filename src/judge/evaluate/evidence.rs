@@ -28,6 +28,10 @@ pub(super) struct Evidence {
     pub(super) candidate_us: Vec<f64>,
     pub(super) eager_us: Vec<f64>,
     pub(super) eager_wall: Option<f64>,
+    /// What eager's samples are multiplied by where it was faster when its cached baseline was measured: 1 at most.
+    pub(super) eager_factor: Option<f64>,
+    /// The reference was timed without a graph for want of memory.
+    pub(super) short: bool,
     pub(super) speedup: Against<Interval>,
     pub(super) compile: Option<Interval>,
     pub(super) measurement: Option<Measurement>,
@@ -47,6 +51,18 @@ impl Evidence {
     pub(super) fn shared(&mut self, why: &str) {
         self.measurement = Some(Measurement::Shared);
         self.notes.push(format!("{why}: the figures are not to be trusted"));
+    }
+
+    /// No graph of the reference could be made for want of memory: its times are larger than they need be, and no
+    /// baseline for later.
+    pub(super) fn out_of_memory(&mut self, what: &str) {
+        if !self.short {
+            self.notes.push(format!(
+                "{what} could not be captured as a graph for want of memory and is timed without: run it again, with fewer \
+                 tasks at once"
+            ));
+        }
+        self.short = true;
     }
 
     pub(super) fn time<T>(&mut self, phase: &str, work: impl FnOnce(&mut Self) -> T) -> T {

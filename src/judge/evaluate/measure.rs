@@ -4,13 +4,13 @@
 
 use std::time::{Duration, Instant};
 
-use serde_json::{Value, json};
+use serde_json::json;
 
-use super::correct::{PLAIN, compare, draw, eager};
+use super::correct::{PLAIN, Timed, compare, draw, eager};
 use super::evidence::Evidence;
 use super::run::{RUNNER, Run};
 use super::subject::{Subject, on_cpu};
-use super::{Budget, Stop};
+use super::{Budget, Stop, incorrect};
 use crate::judge::cache::{BASELINE, Baseline};
 use crate::judge::session::{MINUTES, Session, secret_seed, task_error};
 use crate::judge::timing::{self, Random};
@@ -20,6 +20,12 @@ use crate::judge::{Device, load, process};
 /// An empty plan that takes longer than this on the host's clock, in microseconds, shares the device (whose time
 /// slices are about 2 ms).
 const IDLE_US: f64 = 700.0;
+
+/// So many blocks with clocks that disagree are left out before it is asked whether that is the rule.
+const APART: usize = 3;
+
+/// Below this share of what was measured now, a cached baseline of eager is told of.
+const NOTED: f64 = 0.98;
 
 /// Waits until the device answers empty plans evenly: what a stopped host had put on it is done.
 pub(super) fn settle(run: &mut Run, evidence: &mut Evidence) -> Result<(), Stop> {
@@ -54,17 +60,22 @@ pub(super) fn measure(
     let load = on_cpu(session).then(|| load::Load::begin(&pids));
     let mut walls = Vec::new();
     let (mut block, mut looked) = (0, 0);
+    let mut apart = Apart::default();
     loop {
         subject.block(session)?;
-        measure_block(session, subject, budget, block, &mut random, evidence, &mut walls)?;
+        if let Some(why) = measure_block(session, subject, budget, block, &mut random, evidence, &mut walls)? {
+            apart.again(block, why)?;
+            continue;
+        }
         block += 1;
         let samples = evidence.candidate_us.len();
         let over = start.elapsed().as_secs_f64() > budget.seconds;
         // A look costs more than a block where there are many samples, and one block more changes little then.
         if block >= budget.blocks && (over || samples >= looked + looked / 8) {
             looked = samples;
-            let found = timing::speedup(&evidence.eager_us, &evidence.candidate_us, 3);
-            let speedups: Vec<Interval> = found.into_iter().chain(over_cached(session, evidence)).collect();
+            let found = timing::speedup(&baseline(session, subject, budget, evidence), &evidence.candidate_us, 3);
+            let speedups: Vec<Interval> =
+                found.into_iter().chain(over_cached(session, subject.summed(), evidence)).collect();
             // Without a figure nothing is settled, whatever the cached baseline is.
             let settled = found.is_some() && timing::settled(&speedups, budget.width, samples >= budget.samples);
             if over || settled {
@@ -91,11 +102,66 @@ pub(super) fn measure(
             "the candidate takes less than three round trips of the clock ({null:.0} us): too little work for a verdict on speed here"
         ));
     }
+    apart.told(evidence);
     subject.cross_check(evidence)?;
     evidence.eager_wall = timing::median(&walls);
-    let baseline = &evidence.eager_us;
-    evidence.speedup.eager = timing::speedup(baseline, &evidence.candidate_us, 4);
+    let smaller = baseline(session, subject, budget, evidence);
+    evidence.speedup.eager = timing::speedup(&smaller, &evidence.candidate_us, 4);
+    if let Some(factor) = evidence.eager_factor.filter(|factor| *factor < NOTED) {
+        evidence.notes.push(format!(
+            "eager was {:.1} % faster when its baseline was measured: the smaller one counts",
+            100.0 * (1.0 - factor)
+        ));
+    }
     Ok(())
+}
+
+/// Eager's samples as they count: where the cached baseline is the smaller one, as much smaller.
+fn baseline(session: &Session, subject: &dyn Subject, budget: &Budget, evidence: &mut Evidence) -> Vec<f64> {
+    let cached = session.baseline.as_ref().filter(|_| budget.alone);
+    let factor = cached.and_then(|b| drift(b, subject.summed(), &evidence.eager_us));
+    evidence.eager_factor = factor.map(|drift| drift.recip().min(1.0));
+    evidence.eager_us.iter().map(|x| x * evidence.eager_factor.unwrap_or(1.0)).collect()
+}
+
+/// Blocks on which two clocks did not agree.
+#[derive(Debug, Default)]
+struct Apart {
+    blocks: usize,
+    why: String,
+}
+
+impl Apart {
+    /// Leaves a block out, which is measured again. That other work on the host disturbs a clock happens now and then; where
+    /// it is the rule, the candidate is refused. `agreed`: blocks that count so far.
+    fn again(&mut self, agreed: usize, why: String) -> Result<(), Stop> {
+        self.blocks += 1;
+        self.why = why;
+        if self.blocks < APART || self.blocks <= agreed {
+            return Ok(());
+        }
+        let of = self.blocks + agreed;
+        let why = format!("two clocks disagree on {} of {of} blocks of samples: {}", self.blocks, self.why);
+        Err(incorrect("clocks_disagree", why))
+    }
+
+    fn told(self, evidence: &mut Evidence) {
+        if self.blocks > 0 {
+            let why =
+                format!("blocks that were left out, since two clocks disagreed on them: {}: {}", self.blocks, self.why);
+            evidence.audit.push(why);
+        }
+    }
+}
+
+/// Why the two clocks of a block of runs disagree, if they do: device events are in a context with hostile device code, so their
+/// sum must agree with the host's clock, less what as many empty plans take on it. Microseconds; work of the driver shows in
+/// the host's clock too.
+pub(super) fn disagreement(device: f64, host: f64, null: f64, runs: u64) -> Option<String> {
+    let host = host - null * runs as f64;
+    (host > 1.5 * device + 50.0 * runs as f64).then(|| {
+        format!("the host's clock saw {host:.0} us where device events sum to {device:.0} us over {runs} runs")
+    })
 }
 
 /// Processes of a session that work for a measurement, beside its runner.
@@ -105,21 +171,7 @@ fn own(session: &Session) -> Vec<u32> {
     pids
 }
 
-/// Device events live in a context with hostile device code: their sum is held against the host's clock, less what
-/// as many empty plans take on it. A gap is a reason to look, since work of the driver shows in it too.
-pub(super) fn cross_check(run: &mut Run, evidence: &mut Evidence) -> Result<(), Stop> {
-    let (nulls, _) = run.runner.null(10, RUNNER).map_err(|e| run.failure(e))?;
-    let null = timing::median(&nulls.wall_us).unwrap_or(0.0);
-    let host = run.clocks.1 - null * run.samples as f64;
-    if host > 1.5 * run.clocks.0 + 50.0 * run.samples as f64 {
-        evidence.audit.push(format!(
-            "the host's clock saw {host:.0} us where device events sum to {:.0} us over {} runs",
-            run.clocks.0, run.samples
-        ));
-    }
-    Ok(())
-}
-
+/// Measures a block; why it isn't counted, where two clocks disagree on it.
 fn measure_block(
     session: &mut Session,
     subject: &mut dyn Subject,
@@ -128,7 +180,7 @@ fn measure_block(
     random: &mut Random,
     evidence: &mut Evidence,
     walls: &mut Vec<f64>,
-) -> Result<(), Stop> {
+) -> Result<Option<String>, Stop> {
     let mut left = budget.block;
     let (mut candidate_us, mut eager_us) = (Vec::new(), Vec::new());
     while left > 0 {
@@ -156,7 +208,7 @@ fn measure_block(
                 }
             }
         }
-        let (times, wall) = match baseline {
+        let Timed { times, wall, short, .. } = match baseline {
             Some(done) => done,
             None => eager(session, &slots)?,
         };
@@ -166,6 +218,16 @@ fn measure_block(
         }
         eager_us.extend(times);
         walls.extend(wall);
+        if short {
+            evidence.out_of_memory("the reference");
+        }
+    }
+    // Beside others' work a clock says what they do.
+    if budget.alone
+        && evidence.measurement != Some(Measurement::Shared)
+        && let Some(why) = subject.apart(timing::mean(&candidate_us))?
+    {
+        return Ok(Some(why));
     }
     if subject.summed() {
         // Work can be moved from one call to another, not out of their sum.
@@ -175,12 +237,14 @@ fn measure_block(
     }
     evidence.candidate_us.extend(candidate_us);
     evidence.eager_us.extend(eager_us);
-    Ok(())
+    Ok(None)
 }
 
 /// Measures `torch.compile`, or takes it from the cache scaled by eager's drift.
-pub(super) fn against_compile(session: &mut Session, evidence: &mut Evidence) -> Result<(), Stop> {
-    let Some(eager_now) = timing::median(&evidence.eager_us) else { return Ok(()) };
+pub(super) fn against_compile(session: &mut Session, summed: bool, evidence: &mut Evidence) -> Result<(), Stop> {
+    if evidence.eager_us.is_empty() {
+        return Ok(());
+    }
     let mut fresh = false;
     if session.baseline.is_none() {
         session.baseline = Some(measure_compile(session, evidence)?);
@@ -193,7 +257,7 @@ pub(super) fn against_compile(session: &mut Session, evidence: &mut Evidence) ->
             evidence.notes.push(format!("torch.compile has no baseline here: {why}; reward 3 can't be given"));
             return Ok(());
         }
-        let scaled = drifted(&baseline, eager_now);
+        let scaled = drifted(&baseline, summed, &evidence.eager_us);
         let found = timing::speedup(&scaled, &evidence.candidate_us, 5);
         if near(found.as_ref()) && !fresh {
             session.baseline = Some(measure_compile(session, evidence)?);
@@ -206,17 +270,24 @@ pub(super) fn against_compile(session: &mut Session, evidence: &mut Evidence) ->
     }
 }
 
-/// The cached baseline, scaled by eager's drift since.
-fn drifted(baseline: &Baseline, eager_now: f64) -> Vec<f64> {
-    let drift = eager_now / baseline.eager_at_compile_us;
+/// Eager now over eager when the baseline was measured; `summed`: now by means over blocks.
+fn drift(baseline: &Baseline, summed: bool, eager_us: &[f64]) -> Option<f64> {
+    let then = if summed { baseline.eager_mean_us } else { baseline.eager_us };
+    let drift = timing::median(eager_us)? / then;
+    (drift.is_finite() && drift > 0.0).then_some(drift)
+}
+
+/// The cached baseline, scaled by eager's drift since, but never up: a machine that is slower now, or was made so, makes
+/// no baseline larger.
+fn drifted(baseline: &Baseline, summed: bool, eager_us: &[f64]) -> Vec<f64> {
+    let drift = drift(baseline, summed, eager_us).unwrap_or(1.0).min(1.0);
     baseline.compile_us.iter().map(|x| x * drift).collect()
 }
 
 /// Over `torch.compile` by the cached baseline, where there is one.
-fn over_cached(session: &Session, evidence: &Evidence) -> Option<Interval> {
+fn over_cached(session: &Session, summed: bool, evidence: &Evidence) -> Option<Interval> {
     let baseline = session.baseline.as_ref().filter(|b| !b.compile_us.is_empty())?;
-    let eager_now = timing::median(&evidence.eager_us)?;
-    timing::speedup(&drifted(baseline, eager_now), &evidence.candidate_us, 5)
+    timing::speedup(&drifted(baseline, summed, &evidence.eager_us), &evidence.candidate_us, 5)
 }
 
 /// So near to where a reward changes that a cached baseline doesn't settle it.
@@ -225,8 +296,8 @@ fn near(found: Option<&Interval>) -> bool {
 }
 
 /// Whether the cached baseline leaves open which reward is due, so that it is measured anew.
-pub(super) fn undecided(session: &Session, evidence: &Evidence) -> bool {
-    near(over_cached(session, evidence).as_ref())
+pub(super) fn undecided(session: &Session, summed: bool, evidence: &Evidence) -> bool {
+    near(over_cached(session, summed, evidence).as_ref())
 }
 
 /// Compiles the reference (the host keeps it), so that only its timing needs the card for itself.
@@ -256,16 +327,22 @@ fn measure_compile(session: &mut Session, evidence: &mut Evidence) -> Result<Bas
     let load = cpu.then(|| load::Load::begin(&pids));
     match session.host.ask(&json!({"op": "compile", "slots": slots}), &[], MINUTES) {
         Ok(frame) => {
-            compiled.compile_us =
-                frame.body["time_us"].as_array().into_iter().flatten().filter_map(Value::as_f64).collect();
+            let Timed { times, graph, short, .. } = Timed::of(&frame.body);
+            (compiled.compile_us, compiled.compile_graph) = (times, graph);
+            if short {
+                evidence.out_of_memory("torch.compile's code");
+            }
         }
         Err(process::Error::Refused(refused)) => compiled.compile_error = Some(refused.message),
         Err(other) => return Err(task_error(&session.fixed.task, other).into()),
     }
-    let mut around = Vec::new();
-    around.extend(eager(session, &slots)?.0);
-    compiled.eager_us = timing::median(&around).unwrap_or(0.0);
-    compiled.eager_at_compile_us = compiled.eager_us;
+    let around = eager(session, &slots)?;
+    if around.short {
+        evidence.out_of_memory("the reference");
+    }
+    compiled.eager_us = timing::median(&around.times).unwrap_or(0.0);
+    compiled.eager_mean_us = timing::mean(&around.times);
+    compiled.eager_graph = around.graph;
     let foreign = load.and_then(|l| l.foreign(&pids)).filter(|share| *share > load::TOLERATED);
     if let Some(share) = foreign {
         evidence.shared(&format!(
@@ -273,10 +350,64 @@ fn measure_compile(session: &mut Session, evidence: &mut Evidence) -> Result<Bas
             100.0 * share
         ));
     }
-    // What failed may have failed for want of room or time, and what others disturbed is no baseline: the next session
-    // tries again.
-    if compiled.compile_error.is_none() && evidence.measurement != Some(Measurement::Shared) {
+    if kept(&compiled, evidence) {
         session.fixed.judge.cache.put(BASELINE, &session.fixed.digest, &compiled);
     }
     Ok(compiled)
+}
+
+/// Whether a baseline is one for later. What failed may have failed for want of room or time, what was timed without a graph for
+/// want of room is slower than it is, and what others disturbed is no baseline: the next session tries again.
+fn kept(baseline: &Baseline, evidence: &Evidence) -> bool {
+    baseline.compile_error.is_none() && !evidence.short && evidence.measurement != Some(Measurement::Shared)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn quiet() -> Baseline {
+        Baseline { eager_us: 100.0, eager_mean_us: 110.0, compile_us: vec![80.0, 90.0], ..Baseline::default() }
+    }
+
+    #[test]
+    fn a_cached_baseline_is_scaled_down_by_eagers_drift_and_never_up() {
+        assert_eq!(drifted(&quiet(), false, &[50.0]), [40.0, 45.0]);
+        assert_eq!(drifted(&quiet(), false, &[200.0]), [80.0, 90.0], "eager is slower now, or was made so");
+        assert_eq!(drifted(&quiet(), true, &[55.0]), [40.0, 45.0], "means are held against a mean");
+        assert_eq!(drifted(&Baseline { eager_us: 0.0, ..quiet() }, false, &[50.0]), [80.0, 90.0]);
+    }
+
+    #[test]
+    fn what_was_timed_without_a_graph_for_want_of_memory_or_beside_others_is_not_kept() {
+        let mut evidence = Evidence::default();
+        assert!(kept(&quiet(), &evidence));
+        assert!(!kept(&Baseline { compile_error: Some("no".into()), ..quiet() }, &evidence));
+        evidence.out_of_memory("the reference");
+        evidence.out_of_memory("the reference");
+        assert!(!kept(&quiet(), &evidence));
+        assert_eq!(evidence.notes.len(), 1, "it is told once");
+        let mut shared = Evidence::default();
+        shared.shared("others worked");
+        assert!(!kept(&quiet(), &shared));
+    }
+
+    #[test]
+    fn clocks_that_disagree_now_and_then_cost_a_block_and_as_a_rule_the_verdict() {
+        assert_eq!(disagreement(1000.0, 3000.0, 100.0, 10), None);
+        let why = disagreement(200.0, 6000.0, 100.0, 10).unwrap();
+        assert!(why.contains("saw 5000 us where device events sum to 200 us over 10 runs"), "{why}");
+        let mut apart = Apart::default();
+        for agreed in [3, 5, 20] {
+            assert!(apart.again(agreed, why.clone()).is_ok());
+        }
+        let mut evidence = Evidence::default();
+        apart.told(&mut evidence);
+        assert_eq!(evidence.audit.len(), 1);
+        let mut apart = Apart::default();
+        assert!(apart.again(0, why.clone()).is_ok() && apart.again(0, why.clone()).is_ok());
+        let Err(Stop::Candidate(reason)) = apart.again(1, why) else { panic!("it is the rule") };
+        assert_eq!(reason.code, "clocks_disagree");
+        assert!(reason.message.contains("on 3 of 4 blocks"), "{}", reason.message);
+    }
 }

@@ -64,6 +64,8 @@ struct Budget {
     samples: usize,
     /// Timed sets are compared too, by chance.
     compare: bool,
+    /// The device is held meanwhile: clocks must agree, and a baseline that was taken so counts.
+    alone: bool,
     compile: bool,
 }
 
@@ -84,6 +86,7 @@ impl Budget {
                 width: 0.02,
                 samples: usize::MAX,
                 compare: cpu,
+                alone: cpu,
                 compile: false,
             },
             Effort::Verify | Effort::Final => Self {
@@ -97,6 +100,7 @@ impl Budget {
                 width: 0.01,
                 samples: if cpu || summed { usize::MAX } else { 300 },
                 compare: true,
+                alone: true,
                 compile: options.compile,
             },
         }
@@ -382,7 +386,7 @@ fn steps(session: &mut Session, made: &Made, effort: Effort, more: bool, evidenc
         evidence.notes.push("a screening beside other work: for ranking only".into());
     }
     let mut spent = start.elapsed();
-    if budget.compile && !cpu && !session.compiled && measure::undecided(session, evidence) {
+    if budget.compile && !cpu && !session.compiled && measure::undecided(session, subject.summed(), evidence) {
         // Seconds of compilation, for which nobody else is to wait.
         drop(held);
         {
@@ -397,7 +401,7 @@ fn steps(session: &mut Session, made: &Made, effort: Effort, more: bool, evidenc
     }
     let start = Instant::now();
     if budget.compile {
-        evidence.time("compile", |e| measure::against_compile(session, e))?;
+        evidence.time("compile", |e| measure::against_compile(session, subject.summed(), e))?;
     }
     evidence.time("profile", |e| subject.profile(e));
     spent += start.elapsed();

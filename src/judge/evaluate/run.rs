@@ -28,8 +28,9 @@ pub(super) struct Run {
     pub(super) null_us: f64,
     /// Longest that one run may take.
     pub(super) limit: Duration,
+    /// Runs of a block.
     pub(super) samples: u64,
-    /// Device microseconds and the host clock's, of all counted runs on a card.
+    /// Device microseconds and the host clock's, of the runs of a block on a card.
     pub(super) clocks: (f64, f64),
     /// Name and line of every node, for messages.
     pub(super) names: Vec<(String, Option<String>)>,

@@ -12,8 +12,12 @@ use super::run::{RUNNER, Run, limit};
 use crate::judge::Device;
 use crate::judge::runner::client::write_constants;
 use crate::judge::session::{MINUTES, Session, secret_seed, task_error};
+use crate::judge::timing;
 use serde_json::json;
 use std::os::fd::AsFd;
+
+/// Empty plans after each block on a card, for the host's clock.
+const NULLS: usize = 5;
 
 pub(super) trait Subject {
     /// Learns what an empty call takes on the clock that it is measured by.
@@ -36,8 +40,13 @@ pub(super) trait Subject {
     }
     /// Waits for an idle card.
     fn settle(&mut self, session: &mut Session, evidence: &mut Evidence) -> Result<(), Stop>;
-    /// Holds one clock against another, where there are two.
-    fn cross_check(&mut self, evidence: &mut Evidence) -> Result<(), Stop>;
+    /// Why two clocks disagree on the block of samples that has just ended, where there are two and they do. `mean`: of its
+    /// samples, microseconds.
+    fn apart(&mut self, mean: f64) -> Result<Option<String>, Stop>;
+    /// What all blocks together say of the clocks.
+    fn cross_check(&mut self, _: &mut Evidence) -> Result<(), Stop> {
+        Ok(())
+    }
     /// Adds what is known of each launch.
     fn profile(&mut self, evidence: &mut Evidence);
     /// The process that it runs in.
@@ -123,6 +132,7 @@ impl Subject for Planned<'_> {
             // No global of the device carries anything from one block into the next.
             self.run.runner.reload(RUNNER).map_err(|e| self.run.failure(e))?;
         }
+        (self.run.clocks, self.run.samples) = ((0.0, 0.0), 0);
         Ok(())
     }
 
@@ -134,8 +144,14 @@ impl Subject for Planned<'_> {
         measure::settle(&mut self.run, evidence)
     }
 
-    fn cross_check(&mut self, evidence: &mut Evidence) -> Result<(), Stop> {
-        if self.run.cpu { Ok(()) } else { measure::cross_check(&mut self.run, evidence) }
+    fn apart(&mut self, _: f64) -> Result<Option<String>, Stop> {
+        let run = &mut self.run;
+        if run.cpu {
+            return Ok(None);
+        }
+        let (nulls, _) = run.runner.null(NULLS, RUNNER).map_err(|e| run.failure(e))?;
+        let null = timing::median(&nulls.wall_us).unwrap_or(0.0);
+        Ok(measure::disagreement(run.clocks.0, run.clocks.1, null, run.samples))
     }
 
     fn profile(&mut self, evidence: &mut Evidence) {
