@@ -129,3 +129,28 @@ fn a_remembered_verdict_that_a_second_look_contradicts_is_marked_and_gives_way_t
     assert_eq!(text["verdict"]["reward"], -1);
     assert_eq!(text["verdict"]["audit"].as_array().unwrap().len(), 1);
 }
+
+#[test]
+fn parameters_that_a_candidate_has_met_are_not_those_of_a_later_judgement_in_full() {
+    let cache = tempfile::tempdir().unwrap();
+    let judge = judge(cache.path(), 0.0);
+    let (task, honest) = case("honest/layer_norm_with_parameters");
+    let told = "class ModelNew(nn.Module):\n    def load_state_dict(self, state, strict=True):\n        \
+                raise ValueError(str({k: v.flatten()[:3].tolist() for k, v in state.items()}))\n";
+    let tells = with(&honest, "model_new.py", "class ModelNew(nn.Module):\n", told);
+    let mut session = judge.open(&task).unwrap();
+    let mut met = |effort: Effort| {
+        let verdict = session.judge(&tells, effort).unwrap();
+        let reason = verdict.reason.expect("it tells what it was given");
+        assert!(reason.message.contains("tensor") || reason.message.contains('['), "{}", reason.message);
+        reason.message
+    };
+    let first = met(Effort::Final);
+    assert_eq!(met(Effort::Verify), first, "a look in between costs no new parameters");
+    let second = met(Effort::Final);
+    assert_ne!(second, first);
+    assert_ne!(met(Effort::Final), second);
+    // Those that are drawn later serve an honest candidate as the first ones did.
+    let verdict = session.judge(&honest, Effort::Final).unwrap();
+    assert!(verdict.correct, "{:?}", verdict.reason);
+}

@@ -20,7 +20,7 @@ const PROCESSORS: usize = 2;
 impl Session {
     /// Judges candidates of one task, telling each verdict as it comes. On a card candidates are recorded and built
     /// while those before them run, and judged in the order in which they are built; on the CPU in the given order.
-    /// Inputs' buffers and baselines are shared.
+    /// Inputs' buffers, parameter sets and baselines are shared.
     ///
     /// # Errors
     /// As `judge`; verdicts told before stay told.
@@ -37,7 +37,7 @@ impl Session {
             return Ok(());
         }
         evaluate::ahead::prepare(self);
-        self.prepare()?;
+        self.meet(effort == Effort::Final)?;
         let fixed = Arc::clone(&self.fixed);
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
         let builds = (processors / PROCESSORS).clamp(1, BUILDS).min(candidates.len());

@@ -395,13 +395,14 @@ pub(super) struct Fixed {
     pub described: Value,
     pub inputs: Vec<Value>,
     pub state: Vec<WireTensor>,
-    pub sets: OnceLock<Vec<ParameterSet>>,
+    /// Drawn anew for each judgement in full (`Session::meet`).
+    pub sets: Mutex<Arc<[ParameterSet]>>,
     pub digest: String,
 }
 
 impl Fixed {
-    pub(super) fn sets(&self) -> &[ParameterSet] {
-        self.sets.get().map_or(&[], Vec::as_slice)
+    pub(super) fn sets(&self) -> Arc<[ParameterSet]> {
+        Arc::clone(&self.sets.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
 
@@ -411,6 +412,8 @@ pub struct Session {
     pub(super) fixed: Arc<Fixed>,
     pub(super) host: Forked,
     pub(super) current_set: usize,
+    /// A candidate has met the parameter sets: it may have learnt them, and what it said of them been read.
+    met: bool,
     pub(super) parameter_fds: BTreeMap<String, (OwnedFd, u64)>,
     pub(super) input_fds: Vec<Vec<Option<(OwnedFd, u64)>>>,
     pub(super) slots: usize,
@@ -673,12 +676,13 @@ impl Judge {
             self.toolchain.threads.to_string().as_bytes(),
         ]);
         let baseline = self.cache.get(BASELINE, &digest);
-        let (judge, task, sets) = (Arc::clone(self), task.clone(), OnceLock::new());
+        let (judge, task, sets) = (Arc::clone(self), task.clone(), Mutex::new(Arc::from([])));
         let fixed = Arc::new(Fixed { judge, task, described, inputs, state, sets, digest });
         Ok(Session {
             fixed,
             host,
             current_set: usize::MAX,
+            met: false,
             parameter_fds: BTreeMap::new(),
             input_fds: Vec::new(),
             slots: 1,
@@ -767,7 +771,7 @@ impl Session {
     /// # Errors
     /// `Request` when the candidate can't be recorded or built, with its reason.
     pub fn artifacts(&mut self, candidate: &Candidate) -> Result<super::Artifacts, Error> {
-        self.prepare()?;
+        self.meet(false)?;
         evaluate::artifacts(&self.fixed, candidate)
     }
 
@@ -776,7 +780,7 @@ impl Session {
     /// # Errors
     /// `Request` when the task is at fault, `Fault` when the judge is.
     pub fn compile(&mut self, candidate: &Candidate) -> Result<Result<Vec<LaunchEvidence>, Reason>, Error> {
-        self.prepare()?;
+        self.meet(false)?;
         evaluate::compile(&self.fixed, candidate)
     }
 
@@ -822,24 +826,45 @@ impl Session {
         evaluate::evaluate(self, candidate, effort)
     }
 
-    /// Draws the parameter sets, shares parameter and input buffers: once a session.
+    /// Parameter sets and buffers for candidates that come now. `anew`: for a judgement in full, for which parameters are drawn
+    /// that no candidate of this session has met.
+    pub(super) fn meet(&mut self, anew: bool) -> Result<(), Error> {
+        self.prepare()?;
+        if anew && self.met {
+            let judge = Arc::clone(&self.fixed.judge);
+            let _shared = judge.slice.share();
+            self.draw_sets()?;
+        }
+        self.met = true;
+        Ok(())
+    }
+
+    /// Draws two parameter sets and makes the first the current one.
+    fn draw_sets(&mut self) -> Result<(), Error> {
+        let fixed = Arc::clone(&self.fixed);
+        let mut sets = Vec::new();
+        for _ in 0..2 {
+            let seed = secret_seed()?;
+            let asked = self.host.ask(&json!({"op": "state", "seed": seed}), &[], MINUTES);
+            let mut frame = asked.map_err(|e| task_error(&fixed.task, e))?;
+            let fd = if frame.fds.is_empty() { None } else { Some(frame.fds.remove(0)) };
+            sets.push(ParameterSet { seed, tensors: frame.body["tensors"].clone(), fd });
+        }
+        *fixed.sets.lock().unwrap_or_else(PoisonError::into_inner) = sets.into();
+        self.current_set = usize::MAX;
+        self.select(0)
+    }
+
+    /// Draws the first parameter sets, shares parameter and input buffers: once a session.
     pub(super) fn prepare(&mut self) -> Result<(), Error> {
-        if self.fixed.sets.get().is_some() {
+        if !self.input_fds.is_empty() {
             return Ok(());
         }
         let fixed = Arc::clone(&self.fixed);
         let (task, judge) = (&fixed.task, &fixed.judge);
         let _shared = judge.slice.share();
         let fail = |e| task_error(task, e);
-        let mut sets = Vec::new();
-        for _ in 0..2 {
-            let seed = secret_seed()?;
-            let mut frame = self.host.ask(&json!({"op": "state", "seed": seed}), &[], MINUTES).map_err(fail)?;
-            let fd = if frame.fds.is_empty() { None } else { Some(frame.fds.remove(0)) };
-            sets.push(ParameterSet { seed, tensors: frame.body["tensors"].clone(), fd });
-        }
-        let _ = self.fixed.sets.set(sets);
-        self.select(0)?;
+        self.draw_sets()?;
         let frame = self.host.ask(&json!({"op": "inputs"}), &[], MINUTES).map_err(fail)?;
         let mut fds: Vec<Option<OwnedFd>> = frame.fds.into_iter().map(Some).collect();
         self.slots = frame.body["slots"].as_u64().and_then(|n| usize::try_from(n).ok()).unwrap_or(0).min(64);

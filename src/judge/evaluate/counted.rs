@@ -108,7 +108,7 @@ pub(in crate::judge) fn candidate(session: &mut Session, candidate: &Candidate) 
         Ok(ncu) => ncu,
         Err(reason) => return Ok(Err(*reason)),
     };
-    session.prepare()?;
+    session.meet(false)?;
     let fixed = Arc::clone(&session.fixed);
     let (recording, images) = match ready(&fixed, candidate).outcome {
         Ok(Made::Plan(recording, images)) => (recording, images),

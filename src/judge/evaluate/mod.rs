@@ -200,7 +200,7 @@ pub(super) fn compile(fixed: &Fixed, candidate: &Candidate) -> Result<Result<Vec
 pub(super) fn evaluate(session: &mut Session, candidate: &Candidate, effort: Effort) -> Result<Verdict, Error> {
     let start = Instant::now();
     ahead::prepare(session);
-    session.prepare()?;
+    session.meet(effort == Effort::Final)?;
     let prepare = start.elapsed().as_secs_f64();
     let mut ready = {
         let fixed = Arc::clone(&session.fixed);

@@ -32,7 +32,7 @@ pub(super) struct Constants {
 pub(super) fn record(fixed: &Fixed, candidate: &Candidate, evidence: &mut Evidence) -> Result<Recording, Stop> {
     let mut plans: Vec<Plan> = Vec::new();
     let mut constants = Vec::new();
-    for set in fixed.sets() {
+    for set in fixed.sets().iter() {
         let (plan, of_set) = record_once(fixed, candidate, set, evidence)?;
         if let Some(first) = plans.first()
             && *first != plan
