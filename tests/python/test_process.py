@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from kernelfleet_host.reference import Reference  # noqa: E402
 from kernelfleet_process import extension  # noqa: E402
 from kernelfleet_zygote import Refused  # noqa: E402
 
+PYTHON = Path(__file__).resolve().parents[2] / "agent-image" / "python"
 SOURCE = "torch::Tensor relu(torch::Tensor x);"
 CUDA = "__global__ void k() {}\ntorch::Tensor relu(torch::Tensor x) { return x; }"
 TASK = """
@@ -149,3 +151,39 @@ def test_outputs_outside_of_the_pool_and_of_other_shapes_are_refused() -> None:
         with pytest.raises(Refused) as refused:
             shared.handover.snapshot(0, [record], "tensor")
         assert refused.value.code == code
+
+
+def libm() -> Path:
+    """The file of the system's library of mathematics."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return Path(next(line.split()[-1] for line in maps if "/libm.so" in line))
+
+
+@pytest.mark.parametrize(
+    ("does", "noted"),
+    [
+        ("import numpy, torch.utils.cpp_extension; torch.randn(8) @ torch.randn(8)", None),
+        ("own = ctypes.CDLL(library); own.cosf", None),
+        ("ctypes.CDLL('libm.so.6')", "ctypes.CDLL('libm.so.6')"),
+        ("ctypes.CDLL(None)", "ctypes.CDLL(None)"),
+        ("ctypes.pythonapi.dlopen", "dlopen by ctypes"),
+        ("before.cosf", "cosf by ctypes"),
+        ("(ctypes.c_float * 8).from_address(torch.randn(8).data_ptr())", "ctypes' from_address"),
+        ("ctypes.string_at(torch.randn(8).data_ptr(), 32)", "ctypes' string_at"),
+    ],
+)
+def test_a_library_that_is_no_build_of_the_candidates_is_noted(does: str, noted: str | None, tmp_path: Path) -> None:
+    script = f"""
+import ctypes, ctypes.util, shutil, sys, torch
+sys.path.insert(0, {str(PYTHON)!r})
+from kernelfleet_process import libraries
+found = []
+before = ctypes.CDLL("libm.so.6")
+library = {str(tmp_path)!r} + "/extension1.so"
+shutil.copy({str(libm())!r}, library)
+libraries.watch({str(tmp_path)!r}, found.append)
+{does}
+print(found[0] if found else None)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(noted)

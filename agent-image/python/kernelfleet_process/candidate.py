@@ -21,7 +21,7 @@ import torch
 from kernelfleet_zygote import Channel, Memory, Refused
 from kernelfleet_zygote.wire import Message, close_all
 
-from kernelfleet_process import extension
+from kernelfleet_process import extension, libraries
 from kernelfleet_process.native import Native
 
 ENTRY = "model_new.py"
@@ -101,6 +101,7 @@ class Candidate:
         self._outputs: list[torch.Tensor] = []
         self._built = 0
         self._left: str | None = None
+        self._foreign: str | None = None
 
     # ---- load ----
 
@@ -141,7 +142,12 @@ class Candidate:
         return {}
 
     def _note_ways_out(self) -> None:
-        """Notes where a tensor is handed to a library whose work isn't dispatched."""
+        """Notes where a tensor is handed to a library whose work isn't dispatched, or such a library is opened.
+
+        On a card whatever works there is seen by the profiler.
+        """
+        if self._device == "cpu":
+            libraries.watch(self._root, self._note_library)
         tensor: Any = torch.Tensor
         for name in ("numpy", "__array__", "__dlpack__", "tolist"):
             original = getattr(tensor, name)
@@ -151,6 +157,10 @@ class Candidate:
                 return _original(*args, **kwargs)
 
             setattr(tensor, name, noted)
+
+    def _note_library(self, what: str) -> None:
+        # Opened once, it may work at every call: the first one is told with each of them.
+        self._foreign = self._foreign or what
 
     def _library(self, name: str, fd: int) -> str:
         path = os.path.join(self._root, f"{name}.so")
@@ -296,7 +306,7 @@ class Candidate:
             raise self._explained("forward", "exception", error) from None
         torch.empty(0)  # the last operator of every record: one that ends before it was tampered with
         operators = native.end()
-        left, threads = self._left, len(sys._current_frames()) - before
+        left, threads = self._left or self._foreign, len(sys._current_frames()) - before
         reply = self._told(result)
         took = [(b - a) / 1000 for a, b in pairwise((start, called, waited, time.perf_counter_ns()))]
         reply.update(id=request.get("id"), operators=operators, left=left, threads=threads, took_us=took)
