@@ -462,18 +462,26 @@ fn asked(open: &mut Open, lease: &Lease) -> Result<(String, BTreeMap<String, f64
                 _ => Effort::Final,
             };
             one()?;
-            let mut verdicts: Vec<Verdict> = Vec::new();
-            open.judge(&candidates, effort, &mut |_, verdict| {
+            let mut verdicts: BTreeMap<usize, Verdict> = BTreeMap::new();
+            open.judge(&candidates, effort, &mut |place, verdict| {
                 for (phase, seconds) in &verdict.phases_seconds {
                     *phases.entry(phase.clone()).or_insert(0.0) += seconds;
                 }
-                verdicts.push(verdict);
+                verdicts.insert(place, verdict);
             })?;
-            json(&verdicts)?
+            json(&in_order(verdicts, candidates.len())?)?
         }
         Op::Unspecified => return Err(Trouble::Request("the evaluation does not say what is asked".into())),
     };
     Ok((text, phases))
+}
+
+/// What was told of each candidate, in the candidates' order, whichever was judged first.
+fn in_order<T>(told: BTreeMap<usize, T>, candidates: usize) -> Result<Vec<T>, Trouble> {
+    if told.len() == candidates && told.keys().copied().eq(0..candidates) {
+        return Ok(told.into_values().collect());
+    }
+    Err(Trouble::Fault(format!("{} verdicts were told of {candidates} candidates", told.len())))
 }
 
 fn json(value: &impl Serialize) -> Result<String, Trouble> {
@@ -521,6 +529,21 @@ impl Arbiter for Granted {
         // One that is not given back ends by time.
         if let Err(error) = ask!(self.broker, judges.release, Duration::ZERO, &request) {
             tracing::warn!(%error, "exclusive use could not be given back");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn verdicts_are_answered_in_the_order_of_the_candidates_and_not_of_their_ends() {
+        let told = [(2, "third"), (0, "first"), (1, "second")];
+        assert_eq!(in_order(told.into(), 3).unwrap(), ["first", "second", "third"]);
+        for (missing, candidates) in [(1, 3), (0, 2)] {
+            let rest = told.into_iter().filter(|(place, _)| *place != missing).collect();
+            assert!(matches!(in_order(rest, candidates), Err(Trouble::Fault(_))), "without {missing}");
         }
     }
 }
