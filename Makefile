@@ -1,6 +1,6 @@
 # What a person types. `make demo` and `make test` need no other step before them.
 .DEFAULT_GOAL := help
-.PHONY: help demo env env-dev build test fmt lint crds soak soak-agents faults cluster cluster-down scale kueue upgrade clean
+.PHONY: help demo env env-dev build test fmt lint crds soak soak-properties soak-agents faults cluster cluster-down scale kueue upgrade clean
 
 PYTHON := .kernelfleet/python/bin/python
 
@@ -35,6 +35,10 @@ crds: ## writes crds/ and docs/api-reference.md from src/api
 
 soak: env build ## 100 KernelBench tasks checked, then the demo again and again for SOAK_MINUTES (default 30): leaks, flaky verdicts, leftovers
 	@$(PYTHON) tests/soak.py --minutes $${SOAK_MINUTES:-30}
+
+soak-properties: ## properties of the crate under fresh cases, PROPTEST_CASES (default 20000) each; a failure's seed is to be kept in tests/regressions
+	KERNELFLEET_FRESH_SEEDS=1 PROPTEST_CASES=$${PROPTEST_CASES:-20000} cargo test --release --locked --lib -- simulation:: validate:: \
+		no_text_makes no_event_makes distance_is memory_is_bounded
 
 soak-agents: ## eight agents of 200 turns against a scripted endpoint: lost turns, memory of an agent
 	cargo test --release --locked --test agents_soak -- --ignored --nocapture

@@ -13,6 +13,8 @@ pub mod local;
 pub mod operator;
 pub mod plan;
 pub mod pod;
+#[cfg(test)]
+mod properties;
 pub mod sandbox;
 pub mod task;
 pub mod wire;

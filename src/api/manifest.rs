@@ -394,6 +394,8 @@ spec:
     }
 
     proptest::proptest! {
+        #![proptest_config(crate::properties::usual())]
+
         #[test]
         fn no_text_makes_the_reader_panic(text in "[a-z:\\-\\[\\]{}&*|#\"' \n\t]{0,120}") {
             let _ = parse(Path::new("job.yaml"), &text);

@@ -247,6 +247,8 @@ mod tests {
     }
 
     proptest::proptest! {
+        #![proptest_config(crate::properties::usual())]
+
         #[test]
         fn distance_is_symmetric_and_zero_only_for_equal_words(a in "[a-d]{0,8}", b in "[a-d]{0,8}") {
             proptest::prop_assert_eq!(distance(&a, &b), distance(&b, &a));

@@ -486,6 +486,8 @@ mod tests {
     }
 
     proptest::proptest! {
+        #![proptest_config(crate::properties::usual())]
+
         #[test]
         fn no_event_makes_the_reader_panic(text in "[\\[\\]{}\":,a-z0-9_ ]{0,80}") {
             let _ = Assembly::default().event(&text);

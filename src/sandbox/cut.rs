@@ -80,6 +80,8 @@ mod tests {
     }
 
     proptest! {
+        #![proptest_config(crate::properties::usual())]
+
         #[test]
         fn memory_is_bounded_and_the_count_is_exact(
             limit in 2usize..64,

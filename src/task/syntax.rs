@@ -227,6 +227,8 @@ mod tests {
     }
 
     proptest::proptest! {
+        #![proptest_config(crate::properties::usual())]
+
         #[test]
         fn no_text_makes_the_check_panic(source in "\\PC{0,200}") {
             let _ = check(&source, None);

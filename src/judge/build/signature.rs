@@ -263,6 +263,8 @@ extern "C" void scale(const float* __restrict__ x, float* y, int64_t n /* all, o
     }
 
     proptest::proptest! {
+        #![proptest_config(crate::properties::usual())]
+
         #[test]
         fn no_text_makes_it_panic(source in "[\\PC\n\"'/*#(){}<>,R]{0,200}") {
             let _ = check(&source, "f", &[X]);

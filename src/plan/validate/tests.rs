@@ -1,7 +1,6 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use proptest::prelude::*;
-use proptest::test_runner::FileFailurePersistence;
 use serde_json::{Value, json};
 
 use super::*;
@@ -260,11 +259,7 @@ fn in_bounds(plan: &Plan) -> bool {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig {
-        cases: 4000,
-        failure_persistence: Some(Box::new(FileFailurePersistence::Direct("tests/regressions/plan.txt"))),
-        ..ProptestConfig::default()
-    })]
+    #![proptest_config(crate::properties::kept(4000, "tests/regressions/plan.txt"))]
 
     #[test]
     fn no_change_of_a_plan_makes_the_gate_panic_or_let_a_byte_out_of_bounds_through(
