@@ -177,7 +177,7 @@ async fn whose_call_it_isnt_is_refused() {
     assert_eq!(reason(&early), "not_begun");
     neighbour.begin(BeginRequest {}).await.unwrap();
     let ask = EvaluateRequest { key: "k".into(), ..EvaluateRequest::default() };
-    assert_eq!(neighbour.evaluate(ask).await.unwrap_err().code(), Code::InvalidArgument);
+    assert_eq!(neighbour.evaluate(ask).await.unwrap_err().code(), Code::NotFound);
     assert_eq!(broker.agent("other-job", 0, "pod-x").begin(BeginRequest {}).await.unwrap_err().code(), Code::NotFound);
     assert_eq!(broker.agent("j", 2, "pod-y").begin(BeginRequest {}).await.unwrap_err().code(), Code::OutOfRange);
     let mut parts = job("foreign", 1, 1);

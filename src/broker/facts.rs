@@ -19,6 +19,10 @@ const MOST_BEST: usize = 64;
 /// Reasons of verdicts that are ways to cheat, recognised.
 pub const EXPLOITS: [&str; 6] =
     ["input_read", "plan_differs", "constants_changed", "fork", "forged_reply", "unwritten_output"];
+/// Whose fault it was that there was no turn (`agent::rules::FaultOf`); another word is the machine's.
+const FAULTS: [&str; 3] = ["endpoint", "model", "machine"];
+/// Longest word of how an episode ended.
+const MOST_END: usize = 64;
 /// Verdicts by their reward.
 pub const VERDICTS: [&str; 4] = ["not_correct", "correct", "faster_than_eager", "faster_than_compile"];
 
@@ -157,7 +161,10 @@ pub fn line(text: &str) -> Result<Tally, String> {
             tally.add("turns", outcome, 1.0);
             count_tokens(&mut tally, words.usage.unwrap_or_default());
         }
-        "fault" => tally.add("faults", words.of.as_deref().unwrap_or("machine"), 1.0),
+        "fault" => {
+            let of = words.of.as_deref().filter(|of| FAULTS.contains(of));
+            tally.add("faults", of.unwrap_or("machine"), 1.0);
+        }
         _ => {}
     }
     Ok(tally)
@@ -205,7 +212,7 @@ pub fn outcome(text: &str) -> Result<(Ending, Tally), String> {
         digest: digest(text.as_bytes()),
         state: words.state,
         reason: words.reason.map(|r| r.chars().take(4096).collect()),
-        end: words.episode.map(|e| e.end),
+        end: words.episode.map(|e| e.end.chars().take(MOST_END).collect()),
         seconds: words.seconds,
     };
     Ok((ending, tally))
@@ -385,6 +392,8 @@ mod tests {
         assert_eq!(turn("").count("tokens", "read"), 10);
         let fault = line(r#"{"at": 1, "kind": "fault", "turn": 1, "of": "endpoint", "message": ""}"#).unwrap();
         assert_eq!(fault.count("faults", "endpoint"), 1);
+        let other = line(r#"{"at": 1, "kind": "fault", "turn": 1, "of": "whatever-0001", "message": ""}"#).unwrap();
+        assert_eq!(other.sum("faults"), other.get("faults", "machine"), "words are a closed set");
         assert!(line("{}").is_err() && line("[1]\n").is_err());
     }
 
@@ -409,6 +418,7 @@ mod tests {
                 seconds: 0.0,
             }),
             began: 0.0,
+            stored: 0,
         }
     }
 
@@ -467,6 +477,8 @@ mod tests {
         let text = r#"{"task": "t", "state": "judged", "attempts": 7, "seconds": 3.5}"#;
         let (ending, tally) = outcome(text).unwrap();
         assert_eq!((ending.state.as_str(), ending.seconds, tally.count("turns", "called")), ("judged", 3.5, 7));
+        let long = format!(r#"{{"state": "judged", "episode": {{"end": "{}", "turns": 1}}}}"#, "x".repeat(1 << 16));
+        assert_eq!(outcome(&long).unwrap().0.end.unwrap().len(), MOST_END);
         assert!(outcome(r#"{"state": "lost"}"#).unwrap_err().contains("isn't judged, declined"));
     }
 }

@@ -19,7 +19,7 @@ use serde::de::DeserializeOwned;
 use tokio::sync::watch;
 
 use super::core::kept::{
-    Change, Episode, Evaluation, EvaluationState, Exclusive, Job, Judge, Kept, Lease, Seconds, Task, Usage,
+    Change, Episode, Evaluation, EvaluationState, Exclusive, Job, Judge, Kept, Lease, Seconds, Share, Task, Usage,
 };
 
 /// Why the ledger can't be used.
@@ -40,6 +40,17 @@ pub enum Error {
     /// What was promised can't be kept; the broker has to start again from what is.
     #[error("the ledger can't be written any more")]
     Broken,
+}
+
+impl Error {
+    /// Whether trying again may help: it was another's lock, or the disk. What can't be understood stays so.
+    #[must_use]
+    pub fn may_pass(&self) -> bool {
+        use rusqlite::ErrorCode::{CannotOpen, DatabaseBusy, DatabaseLocked, OutOfMemory, SystemIoFailure};
+        let Self::Sqlite { source, .. } = self else { return true };
+        let code = source.sqlite_error_code();
+        matches!(code, Some(CannotOpen | DatabaseBusy | DatabaseLocked | OutOfMemory | SystemIoFailure))
+    }
 }
 
 /// What is written.
@@ -216,7 +227,7 @@ impl Ledger {
     /// When they can't be read.
     pub fn trajectories(&self) -> Result<Vec<(String, u32, u32, u64)>, Error> {
         self.reading(|c| {
-            c.prepare_cached("SELECT job, idx, generation, SUM(LENGTH(text)) FROM lines GROUP BY 1, 2, 3")?
+            c.prepare_cached("SELECT job, idx, generation, SUM(OCTET_LENGTH(text)) FROM lines GROUP BY 1, 2, 3")?
                 .query_map([], |r| Ok((r.get(0)?, r.get(1)?, r.get(2)?, r.get(3)?)))?
                 .collect()
         })
@@ -385,10 +396,11 @@ fn put_change(to: &Transaction<'_>, change: &Change, epoch: f64) -> rusqlite::Re
             .prepare_cached("INSERT OR REPLACE INTO usage (job, tag, charged, tally) VALUES (?1, ?2, ?3, ?4)")?
             .execute(params![job, tag, charged, json(tally)?])
             .map(drop),
-        Change::Share(namespace, tag) => to
-            .prepare_cached("INSERT OR REPLACE INTO shares (namespace, tag) VALUES (?1, ?2)")?
-            .execute(params![namespace, tag])
+        Change::Share(namespace, Share { tag, within }) => to
+            .prepare_cached("INSERT OR REPLACE INTO shares (namespace, tag, within) VALUES (?1, ?2, ?3)")?
+            .execute(params![namespace, tag, within])
             .map(drop),
+        Change::VirtualNow(now) => meta("virtual_now", now.to_string()),
         Change::Episode(episode) => put_episode(to, episode, epoch),
         Change::Evaluation(e) => {
             let Evaluation { id, job, index, generation, key, op, task, candidates, state, enqueued, losses } = e;
@@ -433,11 +445,12 @@ fn put_change(to: &Transaction<'_>, change: &Change, epoch: f64) -> rusqlite::Re
             .map(drop)
         }
         Change::Judge(judge) => {
-            let Judge { pod, session, instance, started, before, registration } = judge;
+            let Judge { pod, session, instance, started, before, over, registration } = judge;
             to.prepare_cached(
-                "INSERT OR REPLACE INTO judges (pod, session, instance, started, before, registration) VALUES (?1, ?2, ?3, ?4, ?5, ?6)",
+                "INSERT OR REPLACE INTO judges (pod, session, instance, started, before, asked, registration) \
+                 VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7)",
             )?
-            .execute(params![pod, session, instance, started, json(before)?, json(registration)?])
+            .execute(params![pod, session, instance, started, json(before)?, over, json(registration)?])
             .map(drop)
         }
         Change::JudgeGone(pod) => to.prepare_cached("DELETE FROM judges WHERE pod = ?1")?.execute([pod]).map(drop),
@@ -498,11 +511,11 @@ fn put_job(to: &Transaction<'_>, job: &Job) -> rusqlite::Result<()> {
 }
 
 fn put_episode(to: &Transaction<'_>, episode: &Episode, epoch: f64) -> rusqlite::Result<()> {
-    let Episode { job, index, generation, pod, state, lines, tally, judged, ending, began } = episode;
+    let Episode { job, index, generation, pod, state, lines, tally, judged, ending, began, stored } = episode;
     to.prepare_cached(
         "INSERT OR REPLACE INTO episodes \
-         (job, idx, generation, pod, state, lines, turns, tokens_read, tokens_written, tally, judged, ending, began) \
-         VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13)",
+         (job, idx, generation, pod, state, lines, turns, tokens_read, tokens_written, tally, judged, ending, began, stored) \
+         VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14)",
     )?
     .execute(params![
         job,
@@ -517,7 +530,8 @@ fn put_episode(to: &Transaction<'_>, episode: &Episode, epoch: f64) -> rusqlite:
         json(tally)?,
         judged.as_ref().map(json).transpose()?,
         ending.as_ref().map(json).transpose()?,
-        began + epoch
+        began + epoch,
+        stored
     ])
     .map(drop)
 }
@@ -557,6 +571,7 @@ fn load(from: &Connection, epoch: f64) -> rusqlite::Result<Kept> {
         match r.get::<_, String>("key")?.as_str() {
             "next" => kept.next = value.parse().unwrap_or(1),
             "device" => kept.device = Some(from_json(&value)?),
+            "virtual_now" => kept.virtual_now = value.parse().ok(),
             _ => {}
         }
         Ok(())
@@ -587,7 +602,7 @@ fn load(from: &Connection, epoch: f64) -> rusqlite::Result<Kept> {
         Ok(())
     })?;
     all("SELECT * FROM shares", &mut |r| {
-        kept.apply(Change::Share(r.get("namespace")?, r.get("tag")?));
+        kept.apply(Change::Share(r.get("namespace")?, Share { tag: r.get("tag")?, within: r.get("within")? }));
         Ok(())
     })?;
     all("SELECT * FROM episodes", &mut |r| {
@@ -602,6 +617,7 @@ fn load(from: &Connection, epoch: f64) -> rusqlite::Result<Kept> {
             judged: optional(r, "judged")?,
             ending: optional(r, "ending")?,
             began: time(r, "began")?,
+            stored: r.get("stored")?,
         };
         kept.apply(Change::Episode(episode));
         Ok(())
@@ -643,8 +659,10 @@ fn load(from: &Connection, epoch: f64) -> rusqlite::Result<Kept> {
         kept.apply(Change::Lease(lease));
         Ok(())
     })?;
+    // The newest of each judge says how far its askings have come.
     let slices = "SELECT * FROM exclusives WHERE ended IS NULL \
-                  OR lease IN (SELECT id FROM leases WHERE state != 'ended')";
+                  OR lease IN (SELECT id FROM leases WHERE state != 'ended') \
+                  OR id IN (SELECT MAX(id) FROM exclusives GROUP BY pod)";
     all(slices, &mut |r| {
         let slice = Exclusive {
             id: r.get("id")?,
@@ -667,6 +685,7 @@ fn load(from: &Connection, epoch: f64) -> rusqlite::Result<Kept> {
             instance: r.get("instance")?,
             started: r.get("started")?,
             before: of_json(r, "before")?,
+            over: r.get("asked")?,
             registration: of_json(r, "registration")?,
         };
         kept.apply(Change::Judge(judge));

@@ -276,6 +276,7 @@ mod tests {
             judged: Some((1, judged)),
             ending: Some(ending),
             began: 0.0,
+            stored: 0,
         };
         let mut used = Tally::default();
         used.observe("slice_wait", "shared", &SECONDS, 0.02);

@@ -24,13 +24,16 @@ use crate::local::environment::Environment;
 use crate::local::run::{Bench, Trouble};
 use crate::wire::v1::evaluate_reply::State;
 use crate::wire::v1::{
-    AcquireRequest, CompleteRequest, Lease, Op, PullRequest, RegisterRequest, ReleaseRequest, RenewRequest,
+    AcquireReply, AcquireRequest, CompleteRequest, Lease, Op, PullRequest, RegisterRequest, ReleaseRequest,
+    RenewRequest,
 };
 
 /// How long a pull waits for work; a judge that is told to end waits no longer for one.
 const PULL: Duration = Duration::from_secs(5);
 /// How long a call for exclusive use waits before it is made again.
 const ACQUIRE: Duration = Duration::from_secs(10);
+/// How long after it was told to wait it asks again to share the card.
+const AGAIN: Duration = Duration::from_millis(500);
 /// How long a call is tried once the judge is to end.
 const LAST_CALL: Duration = Duration::from_secs(3);
 /// How often leases are looked at.
@@ -108,6 +111,7 @@ pub fn main(arguments: Arguments, environment: Environment, stop: &'static Atomi
         broker: Arc::clone(&broker),
         leases: Arc::clone(&leases),
         asked: AtomicU64::new(0),
+        stop,
     }));
     let usual = job::Judge::default();
     let judge = Judge::start(&environment.toolchain, court::options(&usual, arguments.device), Arc::clone(&slice))
@@ -321,7 +325,7 @@ impl Worker {
     fn work(&self, session: u64, lease: &Lease, from: Instant) {
         let began = Instant::now();
         WORKING.set(Some((session, lease.id)));
-        let done = std::panic::catch_unwind(AssertUnwindSafe(|| self.evaluate(lease, from)));
+        let done = std::panic::catch_unwind(AssertUnwindSafe(|| self.evaluate(session, lease, from)));
         WORKING.set(None);
         let answer = done.unwrap_or_else(|_| Answer::of(Err(Trouble::Fault("the judge's own thread died".into()))));
         let answer = match self.leases.end(lease.id) {
@@ -352,7 +356,7 @@ impl Worker {
         }
     }
 
-    fn evaluate(&self, lease: &Lease, from: Instant) -> Answer {
+    fn evaluate(&self, session: u64, lease: &Lease, from: Instant) -> Answer {
         let choices: job::Judge = match serde_json::from_str(&lease.judge_json) {
             Ok(choices) => choices,
             Err(e) => return Answer::of(Err(Trouble::Fault(format!("the job's choices are not understood: {e}")))),
@@ -360,7 +364,7 @@ impl Worker {
         let key = key(&choices);
         let kept = self.take(&key, &lease.task_digest);
         let leash = kept.as_ref().map_or_else(Leash::new, |kept| kept.leash.clone());
-        self.leases.begin(lease.id, leash.clone(), seconds(lease.seconds), from);
+        self.leases.begin((session, lease.id), leash.clone(), seconds(lease.seconds), from);
         let _entered = leash.enter();
         let open = match kept {
             Some(kept) => Ok(kept.open),
@@ -488,48 +492,101 @@ fn json(value: &impl Serialize) -> Result<String, Trouble> {
     serde_json::to_string(value).map_err(|e| Trouble::Fault(format!("the answer can't be written: {e}")))
 }
 
-/// Exclusive use of the card, as the broker grants it to leases.
+/// Exclusive use of the card, as the broker grants it to this judge. While it is asked for, `Slice` keeps all that this judge
+/// does off the card; the broker relies on that until it has granted a slice, or to share the card again, so the wait ends
+/// in no other way. Where the lease that asks is over, it asks on through another one.
 #[derive(Debug)]
 struct Granted {
     broker: Arc<Broker>,
     leases: Arc<Leases>,
     /// Slices that were asked for: a number of its own for each.
     asked: AtomicU64,
+    stop: &'static AtomicBool,
+}
+
+impl Granted {
+    fn next(&self) -> u64 {
+        self.asked.fetch_add(1, Ordering::Relaxed) + 1
+    }
+
+    /// One call. The slice, if it was granted, and since when it counts.
+    fn ask(&self, request: &mut AcquireRequest) -> Option<(AcquireReply, Instant)> {
+        let asked = Instant::now();
+        match ask!(self.broker, judges.acquire, ACQUIRE, &*request) {
+            Ok(reply) if reply.granted => {
+                let from = asked + seconds(reply.waited);
+                return Some((reply, from));
+            }
+            Ok(_) => {}
+            // The slice was granted, the answer was lost, and its time went by.
+            Err(error) if error.reason() == "slice_over" => request.number = self.next(),
+            // A lease that the broker does not know any more gives no right to anything.
+            Err(Error::Refused { .. }) => self.leases.kill(request.lease, Over::Broker),
+            Err(error) => tracing::warn!(%error, "exclusive use was not granted"),
+        }
+        None
+    }
+
+    /// Gives a slice back. One that is not given back ends by time.
+    fn give_back(&self, session: u64, lease: u64, slice: u64) {
+        let request = ReleaseRequest { session, lease, slice };
+        if let Err(error) = ask!(self.broker, judges.release, Duration::ZERO, &request) {
+            tracing::warn!(%error, "exclusive use could not be given back");
+        }
+    }
+
+    /// A lease to ask on through, with its registration. None if nothing is asked for any more, and the card is shared again.
+    fn heir(&self, last: &AcquireRequest) -> Option<(u64, u64)> {
+        let shared = AcquireRequest { lease: 0, wait_seconds: 0.0, ..*last };
+        loop {
+            if let Some(heir) = self.leases.heir() {
+                return Some(heir);
+            }
+            match ask!(self.broker, judges.acquire, Duration::ZERO, &shared) {
+                Ok(reply) if reply.granted => return None,
+                Ok(_) => {}
+                // Nothing that was asked for in a session that is over is waited for.
+                Err(Error::Refused { .. }) => return None,
+                Err(error) => tracing::warn!(%error, "the card can't be shared again"),
+            }
+            if self.stop.load(Ordering::Relaxed) {
+                return None;
+            }
+            std::thread::sleep(AGAIN);
+        }
+    }
 }
 
 impl Arbiter for Granted {
     fn acquire(&self) -> bool {
-        let Some((session, lease)) = WORKING.get() else { return false };
-        let next = || self.asked.fetch_add(1, Ordering::Relaxed) + 1;
-        let mut request = AcquireRequest { session, lease, wait_seconds: ACQUIRE.as_secs_f64(), number: next() };
-        while !self.leases.is_over(lease) {
-            let asked = Instant::now();
-            match ask!(self.broker, judges.acquire, ACQUIRE, &request) {
-                Ok(reply) if reply.granted => {
-                    let from = asked + seconds(reply.waited);
+        let Some((session, lease)) = WORKING.get().filter(|(_, lease)| !self.leases.is_over(*lease)) else {
+            return false;
+        };
+        let wait_seconds = ACQUIRE.as_secs_f64();
+        let mut request = AcquireRequest { session, lease, wait_seconds, number: self.next() };
+        loop {
+            if let Some((reply, from)) = self.ask(&mut request) {
+                if !self.leases.is_over(lease) {
                     self.leases.exclusive(lease, reply.slice, seconds(reply.seconds), from);
                     return true;
                 }
-                Ok(_) => {}
-                // The slice was granted, the answer was lost, and its time went by.
-                Err(error) if error.reason() == "slice_over" => request.number = next(),
-                // A lease that the broker does not know any more gives no right to anything.
-                Err(Error::Refused { .. }) => self.leases.kill(lease, Over::Broker),
-                Err(error) => tracing::warn!(%error, "exclusive use was not granted"),
+                // It was waited for to let this judge's other work go on.
+                self.give_back(request.session, request.lease, reply.slice);
+                return false;
             }
+            if !self.leases.is_over(request.lease) {
+                continue;
+            }
+            let Some((session, heir)) = self.heir(&request) else { return false };
+            request = AcquireRequest { session, lease: heir, wait_seconds, number: self.next() };
         }
-        false
     }
 
     fn release(&self) {
         let Some((session, lease)) = WORKING.get() else { return };
         // Without a grant there is nothing to give back.
         let Some(slice) = self.leases.shared(lease) else { return };
-        let request = ReleaseRequest { session, lease, slice };
-        // One that is not given back ends by time.
-        if let Err(error) = ask!(self.broker, judges.release, Duration::ZERO, &request) {
-            tracing::warn!(%error, "exclusive use could not be given back");
-        }
+        self.give_back(session, lease, slice);
     }
 }
 

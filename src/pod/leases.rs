@@ -23,6 +23,8 @@ pub enum Over {
 
 #[derive(Debug)]
 struct Lease {
+    /// Number of the registration that it was given to.
+    session: u64,
     leash: Leash,
     seconds: Duration,
     until: Instant,
@@ -46,9 +48,9 @@ impl Leases {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Work on a lease begins, which counts from `from`.
-    pub fn begin(&self, id: u64, leash: Leash, seconds: Duration, from: Instant) {
-        let lease = Lease { leash, seconds, until: from + seconds, exclusive: None, over: None };
+    /// Work on a lease of a registration begins, which counts from `from`.
+    pub fn begin(&self, (session, id): (u64, u64), leash: Leash, seconds: Duration, from: Instant) {
+        let lease = Lease { session, leash, seconds, until: from + seconds, exclusive: None, over: None };
         self.held().insert(id, lease);
     }
 
@@ -61,6 +63,12 @@ impl Leases {
     #[must_use]
     pub fn is_over(&self, id: u64) -> bool {
         self.held().get(&id).is_none_or(|lease| lease.over.is_some())
+    }
+
+    /// One that is worked on and isn't over, with its registration: who waits for the card asks on through it.
+    #[must_use]
+    pub fn heir(&self) -> Option<(u64, u64)> {
+        self.held().iter().find(|(_, lease)| lease.over.is_none()).map(|(id, lease)| (lease.session, *id))
     }
 
     /// It has the card alone, in a slice of this number, for so long from `from`.
@@ -127,7 +135,7 @@ mod tests {
         let (leases, now) = (Leases::default(), Instant::now());
         let leashes = [Leash::new(), Leash::new(), Leash::new()];
         for (id, leash) in (1..).zip(&leashes) {
-            leases.begin(id, leash.clone(), seconds(100 * id), now);
+            leases.begin((9, id), leash.clone(), seconds(100 * id), now);
         }
         leases.exclusive(2, 7, seconds(30), now + seconds(20));
         leases.exclusive(3, 8, seconds(30), now + seconds(20));
@@ -136,11 +144,14 @@ mod tests {
         assert!([1, 2, 3].iter().all(|id| !leases.is_over(*id)));
         leases.expire(now + seconds(50));
         assert_eq!([1, 2, 3].map(|id| leases.is_over(id)), [false, true, false]);
+        assert_eq!(leases.heir(), Some((9, 1)));
         leases.expire(now + seconds(101));
+        assert_eq!(leases.heir(), Some((9, 3)));
         assert_eq!(leashes.each_ref().map(Leash::is_over), [true, true, false]);
         assert_eq!(leases.end(1), Some(Over::Time(seconds(100))));
         assert_eq!(leases.end(2), Some(Over::Exclusive(seconds(30))));
         assert_eq!((leases.end(3), leases.end(4)), (None, None));
         assert!(leases.is_over(3), "what is not worked on is over");
+        assert_eq!(leases.heir(), None);
     }
 }

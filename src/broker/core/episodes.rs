@@ -10,7 +10,7 @@ use super::kept::{
     Seconds, Task, Usage,
 };
 use super::tally::Tally;
-use super::{Asking, Core, EpisodeEntry, JobEntry, MOST_PENDING, Pod, Refused};
+use super::{Asking, Core, EpisodeEntry, JobEntry, MOST_CARRIED, MOST_KEYS, MOST_PENDING, MOST_STORED, Pod, Refused};
 
 /// An episode, as its pod needs to know it.
 #[derive(Clone, Debug, PartialEq)]
@@ -30,6 +30,17 @@ pub struct Ask {
     pub op: Op,
     /// Digests.
     pub candidates: Vec<String>,
+    /// Of all candidates together.
+    pub bytes: u64,
+}
+
+/// What a caller wants to be kept, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Wants {
+    /// A new evaluation with its candidates.
+    Evaluation(u64),
+    /// Lines of a trajectory.
+    Lines(u64),
 }
 
 /// How an evaluation stands.
@@ -169,6 +180,7 @@ impl Core {
             judged: None,
             ending: None,
             began: now,
+            stored: 0,
         };
         self.changes.push(Change::Episode(row.clone()));
         let entry = EpisodeEntry { row, void, pods, keys: BTreeMap::new() };
@@ -192,17 +204,45 @@ impl Core {
         (older.void, older.pods)
     }
 
+    /// Whether what a pod wants is to be kept: its generation counts and runs, and there is room for it; a new evaluation only
+    /// while the job is open. To be asked before anything is written.
+    ///
+    /// # Errors
+    /// `UnknownJob`, `NotBegun`, `Superseded`, `Finished`, `Closed`, `TooLarge`, `TooMany`, `TooManyKeys`, `Budget`.
+    pub fn admit(&self, pod: &Pod, wants: Wants) -> Result<(), Refused> {
+        let job = &self.jobs.get(&pod.job).ok_or_else(|| Refused::UnknownJob(pod.job.clone()))?.job;
+        let entry = self.episodes.get(&(pod.job.clone(), pod.index)).ok_or(Refused::NotBegun(pod.index))?;
+        entry.is_of(pod)?;
+        if !Self::is_running(&entry.row) {
+            return Err(Refused::Finished(pod.index));
+        }
+        let (Wants::Evaluation(bytes) | Wants::Lines(bytes)) = wants;
+        if let Wants::Evaluation(bytes) = wants {
+            if job.state != JobState::Open {
+                return Err(Refused::Closed(job.name.clone()));
+            }
+            if bytes > MOST_CARRIED {
+                return Err(Refused::TooLarge(bytes));
+            }
+            if entry.keys.len() >= MOST_KEYS {
+                return Err(Refused::TooManyKeys(pod.index));
+            }
+            if entry.keys.values().filter(|a| a.state.pending()).count() >= MOST_PENDING {
+                return Err(Refused::TooMany);
+            }
+        }
+        if entry.row.stored.saturating_add(bytes) > MOST_STORED {
+            return Err(Refused::Budget { index: pod.index, stored: entry.row.stored, bytes });
+        }
+        Ok(())
+    }
+
     fn episode(&mut self, pod: &Pod) -> Result<&mut EpisodeEntry, Refused> {
         if !self.jobs.contains_key(&pod.job) {
             return Err(Refused::UnknownJob(pod.job.clone()));
         }
         let entry = self.episodes.get_mut(&(pod.job.clone(), pod.index)).ok_or(Refused::NotBegun(pod.index))?;
-        if entry.pods.contains(&pod.uid) {
-            return Err(Refused::Superseded(pod.index));
-        }
-        if entry.row.pod != pod.uid {
-            return Err(Refused::NotBegun(pod.index));
-        }
+        entry.is_of(pod)?;
         Ok(entry)
     }
 
@@ -211,13 +251,19 @@ impl Core {
         if Self::is_running(&entry.row) { Ok(entry) } else { Err(Refused::Finished(pod.index)) }
     }
 
+    /// Whether a pod's episode has an evaluation of this key.
+    #[must_use]
+    pub fn knows(&self, pod: &Pod, key: &str) -> bool {
+        let entry = self.episodes.get(&(pod.job.clone(), pod.index));
+        entry.is_some_and(|e| e.row.pod == pod.uid && e.keys.contains_key(key))
+    }
+
     /// Asks for an evaluation, or how the one with this key stands.
     ///
     /// # Errors
-    /// `UnknownJob`, `NotBegun`, `Superseded`, `Finished`, `Closed`, `KeyReused`, `UnknownKey`, `TooMany`.
+    /// As `admit`, and `KeyReused`, `UnknownKey`.
     pub fn evaluate(&mut self, pod: &Pod, key: &str, ask: Option<Ask>, now: Seconds) -> Result<Asked, Refused> {
         self.settle(now);
-        let open = self.open(&pod.job);
         let name = self.jobs.get(&pod.job).map(|j| j.job.name.clone()).unwrap_or_default();
         let task = self.jobs.get(&pod.job).and_then(|j| j.job.place(pod.index)).map_or(0, |p| p.0);
         let entry = self.running(pod)?;
@@ -231,14 +277,12 @@ impl Core {
             }
             return Ok(self.asked(pod, id, state));
         }
-        if !open {
-            return Err(Refused::Closed(name));
-        }
-        let ask = ask.ok_or_else(|| Refused::UnknownKey(key.to_owned()))?;
-        if entry.keys.values().filter(|a| a.state.pending()).count() >= MOST_PENDING {
-            return Err(Refused::TooMany);
-        }
-        let generation = entry.row.generation;
+        let Some(ask) = ask else {
+            self.admit(pod, Wants::Evaluation(0))?;
+            return Err(Refused::UnknownKey(key.to_owned()));
+        };
+        self.admit(pod, Wants::Evaluation(ask.bytes))?;
+        let generation = self.store(pod, ask.bytes)?;
         let id = self.number();
         let row = Evaluation {
             id,
@@ -262,22 +306,34 @@ impl Core {
         Ok(self.asked(pod, id, state))
     }
 
+    /// Counts what an episode has stored; gives its generation.
+    fn store(&mut self, pod: &Pod, bytes: u64) -> Result<u32, Refused> {
+        let entry = self.running(pod)?;
+        entry.row.stored += bytes;
+        let row = entry.row.clone();
+        let generation = row.generation;
+        if bytes > 0 {
+            self.changes.push(Change::Episode(row));
+        }
+        Ok(generation)
+    }
+
     fn asked(&self, pod: &Pod, id: u64, state: EvaluationState) -> Asked {
         let queue = self.jobs.get(&pod.job).map(|j| &j.queue);
         let ahead = if state == EvaluationState::Queued { queue.map_or(0, |q| q.range(..id).count()) } else { 0 };
         Asked { id, state, ahead }
     }
 
-    /// Adds lines to a trajectory, given what each counts. Says how many of them were there already, and how many lines
+    /// Adds lines to a trajectory, given what each counts and its bytes. Says how many of them were there already, and how many lines
     /// are kept now.
     ///
     /// # Errors
-    /// `UnknownJob`, `NotBegun`, `Superseded`, `Finished`, `Gap`.
+    /// `UnknownJob`, `NotBegun`, `Superseded`, `Finished`, `Gap`, `Budget`.
     pub fn append(
         &mut self,
         pod: &Pod,
         first: u64,
-        lines: &[Tally],
+        lines: &[(Tally, u64)],
         now: Seconds,
     ) -> Result<(usize, u64, u32), Refused> {
         self.settle(now);
@@ -291,9 +347,13 @@ impl Core {
         if fresh.is_empty() {
             return Ok((skipped, kept, entry.row.generation));
         }
-        for tally in fresh {
+        let bytes = fresh.iter().map(|(_, bytes)| bytes).sum();
+        self.admit(pod, Wants::Lines(bytes))?;
+        let entry = self.running(pod)?;
+        for (tally, _) in fresh {
             entry.row.tally.merge(tally);
         }
+        entry.row.stored += bytes;
         entry.row.lines = kept + fresh.len() as u64;
         let (lines, generation) = (entry.row.lines, entry.row.generation);
         let row = entry.row.clone();
@@ -379,6 +439,16 @@ impl Core {
         let best = judged.max_by(|a, b| a.2.rank().total_cmp(&b.2.rank()));
         let (episode, id, judged) = best.ok_or_else(|| Refused::NoResult(task.to_owned()))?;
         Ok((facts.job, place, episode, id, judged))
+    }
+}
+
+impl EpisodeEntry {
+    /// Refuses a pod that isn't the one whose generation counts.
+    fn is_of(&self, pod: &Pod) -> Result<(), Refused> {
+        if self.pods.contains(&pod.uid) {
+            return Err(Refused::Superseded(pod.index));
+        }
+        if self.row.pod == pod.uid { Ok(()) } else { Err(Refused::NotBegun(pod.index)) }
     }
 }
 

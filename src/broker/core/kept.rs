@@ -114,6 +114,15 @@ pub struct Usage {
     pub tally: Tally,
 }
 
+/// A namespace in the fair share.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Share {
+    /// Its virtual time.
+    pub tag: f64,
+    /// Virtual time over its jobs; a ledger of before it was kept doesn't say.
+    pub within: Option<f64>,
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum EpisodeState {
@@ -176,6 +185,8 @@ pub struct Episode {
     pub judged: Option<(u64, Judged)>,
     pub ending: Option<Ending>,
     pub began: Seconds,
+    /// Bytes of the candidates and lines that it has sent.
+    pub stored: u64,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -285,6 +296,8 @@ pub struct Judge {
     pub started: f64,
     /// Processes of the pod before it.
     pub before: Vec<String>,
+    /// Of this session's askings for the card alone those up to this number are waited for no longer, as it said itself.
+    pub over: u64,
     pub registration: Registration,
 }
 
@@ -295,7 +308,9 @@ pub enum Change {
     Next(u64),
     Job(Job),
     Usage(String, Usage),
-    Share(String, f64),
+    Share(String, Share),
+    /// Virtual time over all namespaces.
+    VirtualNow(f64),
     Episode(Episode),
     Evaluation(Evaluation),
     /// Its answer or its message.
@@ -320,7 +335,8 @@ pub struct Kept {
     pub next: u64,
     pub jobs: BTreeMap<String, Job>,
     pub usage: BTreeMap<String, Usage>,
-    pub shares: BTreeMap<String, f64>,
+    pub shares: BTreeMap<String, Share>,
+    pub virtual_now: Option<f64>,
     pub episodes: BTreeMap<(String, u32, u32), Episode>,
     pub evaluations: BTreeMap<u64, Evaluation>,
     pub answers: BTreeMap<u64, (String, String)>,
@@ -337,7 +353,8 @@ impl Kept {
             Change::Next(next) => self.next = next,
             Change::Job(job) => drop(self.jobs.insert(job.uid.clone(), job)),
             Change::Usage(job, usage) => drop(self.usage.insert(job, usage)),
-            Change::Share(namespace, tag) => drop(self.shares.insert(namespace, tag)),
+            Change::Share(namespace, share) => drop(self.shares.insert(namespace, share)),
+            Change::VirtualNow(now) => self.virtual_now = Some(now),
             Change::Episode(e) => drop(self.episodes.insert((e.job.clone(), e.index, e.generation), e)),
             Change::Evaluation(e) => drop(self.evaluations.insert(e.id, e)),
             Change::Answer { evaluation, answer, message } => {

@@ -19,13 +19,15 @@ mod queue;
 mod simulation;
 mod slices;
 pub mod tally;
+#[cfg(test)]
+mod tests;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-pub use episodes::{Ask, Asked, Begun, Facts};
+pub use episodes::{Ask, Asked, Begun, Facts, Wants};
 use kept::{
-    Change, Episode, EpisodeState, Evaluation, EvaluationState, Exclusive, Job, JobState, Kept, Lease, LeaseState, Op,
-    Registration, Seconds, Usage,
+    Change, Episode, EpisodeState, Evaluation, EvaluationState, Exclusive, Job, Kept, Lease, LeaseState, Op,
+    Registration, Seconds, Share, Usage,
 };
 pub use slices::{Completion, Granted, JudgeNow, PoolNow};
 use tally::Tally;
@@ -63,6 +65,12 @@ impl Settings {
 
 /// Most evaluations of one episode that wait at once.
 pub const MOST_PENDING: usize = 64;
+/// Most evaluations of one episode at all: each of their keys is remembered for as long as it runs.
+pub const MOST_KEYS: usize = 4096;
+/// Most bytes that one episode may store: candidates and lines of its trajectory, each time that they are sent.
+pub const MOST_STORED: u64 = 256 << 20;
+/// Most bytes of the candidates of one evaluation.
+pub const MOST_CARRIED: u64 = 48 << 20;
 /// An evaluation over which judges were lost this often is a fault: it may be what loses them.
 const MOST_LOSSES: u32 = 8;
 /// Weight of time that ran out.
@@ -118,6 +126,12 @@ pub enum Refused {
     UnknownKey(String),
     #[error("{MOST_PENDING} evaluations of this episode are waiting already; wait for one of them")]
     TooMany,
+    #[error("episode {0} has asked for {MOST_KEYS} evaluations, which is all that one may ask for")]
+    TooManyKeys(u32),
+    #[error("the evaluation carries {0} bytes of candidates; at most {MOST_CARRIED} are allowed")]
+    TooLarge(u64),
+    #[error("episode {index} has stored {stored} bytes, and {bytes} more are too many; it may store {MOST_STORED}")]
+    Budget { index: u32, stored: u64, bytes: u64 },
     #[error("lines from {first} on can't be added: {lines} lines are kept, number {lines} is the next")]
     Gap { first: u64, lines: u64 },
     #[error("the episode ended in other words before; an end is said once")]
@@ -179,6 +193,16 @@ struct JudgeEntry {
     unhealthy: String,
     warm: Vec<String>,
     leases: BTreeSet<u64>,
+    /// Highest number of its session's askings for the card alone, and of those that were granted.
+    asked: u64,
+    served: u64,
+}
+
+impl JudgeEntry {
+    fn new(row: kept::Judge, seen: Seconds) -> Self {
+        let (warm, leases, asked, served) = (Vec::new(), BTreeSet::new(), row.over, row.over);
+        Self { row, seen, unhealthy: String::new(), warm, leases, asked, served }
+    }
 }
 
 #[derive(Debug)]
@@ -188,8 +212,6 @@ struct LeaseEntry {
     renewed: Seconds,
     /// Seconds of its exclusive slices that are over.
     exclusive: Seconds,
-    /// The newest asking that was answered by a slice.
-    served: u64,
 }
 
 #[derive(Debug)]
@@ -198,8 +220,11 @@ struct Held {
     ends: Seconds,
 }
 
+/// A judge that waits for its card alone. All of its work is off the card until it has been granted.
 #[derive(Debug)]
 struct Waiter {
+    pod: String,
+    /// For which of its leases it asks: that one is charged.
     lease: u64,
     number: u64,
     since: Seconds,
@@ -210,7 +235,7 @@ struct Waiter {
 struct Card {
     leases: BTreeSet<u64>,
     exclusive: Option<Held>,
-    /// In the order of their first asking.
+    /// One a judge, in the order of their first asking.
     waiters: Vec<Waiter>,
     busy: slices::Busy,
 }
@@ -260,7 +285,7 @@ impl Core {
             settings,
             next: kept.next.max(1),
             jobs: BTreeMap::new(),
-            spaces: kept.shares.into_iter().map(|(n, tag)| (n, Space { tag, ..Space::default() })).collect(),
+            spaces: kept.shares.iter().map(|(n, s)| (n.clone(), Space { tag: s.tag, ..Space::default() })).collect(),
             virtual_now: 0.0,
             queued: 0,
             episodes: BTreeMap::new(),
@@ -285,12 +310,10 @@ impl Core {
             core.restore_evaluation(row);
         }
         for (pod, row) in kept.judges {
-            let entry =
-                JudgeEntry { row, seen: now, unhealthy: String::new(), warm: Vec::new(), leases: BTreeSet::new() };
-            core.judges.insert(pod, entry);
+            core.judges.insert(pod, JudgeEntry::new(row, now));
         }
         core.restore_slices(kept.leases, kept.exclusives, now);
-        core.restore_virtual_time();
+        core.restore_virtual_time(kept.virtual_now, &kept.shares);
         core
     }
 
@@ -344,11 +367,13 @@ impl Core {
                 }
             }
             let ends = now + row.seconds;
-            self.leases.insert(row.id, LeaseEntry { ends, renewed: now, exclusive: 0.0, served: 0, row });
+            self.leases.insert(row.id, LeaseEntry { ends, renewed: now, exclusive: 0.0, row });
         }
         for row in exclusives.into_values() {
-            if let Some(lease) = self.leases.get_mut(&row.lease) {
-                lease.served = lease.served.max(row.number);
+            // Numbers are drawn in order: what has a higher one than its judge's session was granted in that session.
+            if let Some(judge) = self.judges.get_mut(&row.pod).filter(|j| j.row.session < row.id) {
+                judge.served = judge.served.max(row.number);
+                judge.asked = judge.asked.max(row.number);
             }
             if let Some(ended) = row.ended {
                 if let Some(lease) = self.leases.get_mut(&row.lease) {
@@ -362,7 +387,8 @@ impl Core {
         }
     }
 
-    fn restore_virtual_time(&mut self) {
+    /// Virtual times as they are kept; of a ledger that doesn't say, as the tags of those that wait have them.
+    fn restore_virtual_time(&mut self, virtual_now: Option<f64>, shares: &BTreeMap<String, Share>) {
         let of = |tags: &mut dyn Iterator<Item = (f64, bool)>| {
             let (mut waiting, mut all) = (f64::INFINITY, 0.0_f64);
             for (tag, waits) in tags {
@@ -371,10 +397,12 @@ impl Core {
             }
             if waiting.is_finite() { waiting } else { all }
         };
-        self.virtual_now = of(&mut self.spaces.values().map(|s| (s.tag, !s.waiting.is_empty())));
+        let told = || of(&mut self.spaces.values().map(|s| (s.tag, !s.waiting.is_empty())));
+        self.virtual_now = virtual_now.unwrap_or_else(told);
         for (name, space) in &mut self.spaces {
             let jobs = self.jobs.values().filter(|j| j.job.namespace == *name);
-            space.virtual_now = of(&mut jobs.map(|j| (j.usage.tag, !j.queue.is_empty())));
+            let told = || of(&mut jobs.map(|j| (j.usage.tag, !j.queue.is_empty())));
+            space.virtual_now = shares.get(name).and_then(|s| s.within).unwrap_or_else(told);
         }
     }
 
@@ -430,12 +458,10 @@ impl Core {
         if let Some(entry) = self.jobs.get(job) {
             self.changes.push(Change::Usage(job.to_owned(), entry.usage.clone()));
             if let Some(space) = self.spaces.get(&entry.job.namespace) {
-                self.changes.push(Change::Share(entry.job.namespace.clone(), space.tag));
+                let share = Share { tag: space.tag, within: Some(space.virtual_now) };
+                self.changes.push(Change::Share(entry.job.namespace.clone(), share));
             }
+            self.changes.push(Change::VirtualNow(self.virtual_now));
         }
-    }
-
-    fn open(&self, job: &str) -> bool {
-        self.jobs.get(job).is_some_and(|j| j.job.state == JobState::Open)
     }
 }

@@ -3,7 +3,8 @@
 //! Start-time fair queueing on two levels. A namespace's virtual time advances by seconds over weight; whoever has the
 //! least is next. What a lease will cost is estimated at its grant, so that many judges who pull at once don't all serve
 //! the same job, and corrected when it ends. Who begins to wait starts at the present virtual time: no credit is saved up
-//! while idle, no debt is owed for others' past. A job that has nothing to run is not in the way of any other.
+//! while idle, no debt is owed for others' past. What was granted and comes back goes on from where it began to wait. Both
+//! hold over a restart, so what is decided here is kept. A job that has nothing to run is not in the way of any other.
 
 use super::kept::{Change, EvaluationState, Op, Seconds};
 use super::{Core, JobEntry};
@@ -16,8 +17,29 @@ const MOST_PASSED: u32 = 8;
 const NEWEST: f64 = 0.1;
 
 impl Core {
-    /// Puts an evaluation into its job's queue.
+    /// Puts a new evaluation into its job's queue. A job that had nothing to run begins at the present virtual time, if it
+    /// isn't beyond it, and so does its namespace.
     pub(super) fn enqueue(&mut self, id: u64) {
+        let Some(uid) = self.evaluations.get(&id).map(|(row, _)| row.job.clone()) else { return };
+        if let Some(job) = self.jobs.get_mut(&uid) {
+            let space = self.spaces.entry(job.job.namespace.clone()).or_default();
+            let before = (space.tag, job.usage.tag);
+            if space.waiting.is_empty() {
+                space.tag = space.tag.max(self.virtual_now);
+            }
+            if job.queue.is_empty() {
+                job.usage.tag = job.usage.tag.max(space.virtual_now);
+                job.passed = 0;
+            }
+            if before != (space.tag, job.usage.tag) {
+                self.keep_usage(&uid);
+            }
+        }
+        self.requeue(id);
+    }
+
+    /// Puts an evaluation that was taken from its judge back into its job's queue, at the tag that it had.
+    pub(super) fn requeue(&mut self, id: u64) {
         let Some((row, lease)) = self.evaluations.get_mut(&id) else { return };
         row.state = EvaluationState::Queued;
         *lease = None;
@@ -25,18 +47,10 @@ impl Core {
         let uid = row.job.clone();
         self.answer_state(id, EvaluationState::Queued);
         let Some(job) = self.jobs.get_mut(&uid) else { return };
-        let space = self.spaces.entry(job.job.namespace.clone()).or_default();
-        if space.waiting.is_empty() {
-            space.tag = space.tag.max(self.virtual_now);
-        }
-        if job.queue.is_empty() {
-            job.usage.tag = job.usage.tag.max(space.virtual_now);
-            job.passed = 0;
-        }
         if job.queue.insert(id) {
             self.queued += 1;
         }
-        space.waiting.insert(uid);
+        self.spaces.entry(job.job.namespace.clone()).or_default().waiting.insert(uid);
     }
 
     /// Takes an evaluation out of its job's queue.

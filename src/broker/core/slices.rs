@@ -1,14 +1,21 @@
 //! Judges, leases and exclusive slices.
 //!
 //! A lease is a shared slice of a card: one evaluation at one judge for bounded time. An exclusive slice belongs to a
-//! lease and is granted when no exclusive slice of that card runs and every lease of another judge there waits for one
-//! too; other leases of the same judge it keeps off the card itself. Whoever has asked leaves the card alone until it
-//! is granted. Where another judge of a card waits for it or has it, no new lease begins there.
+//! judge, of which a card may have several, each with several leases. It is asked for through one of the judge's leases
+//! and granted when no exclusive slice of that card runs and every other judge with a lease there waits for one too. A
+//! judge that has asked keeps all of its leases off the card until it is granted one; which of them waits for what is its
+//! own affair, so that two judges never wait for each other's leases. Where the lease through which it asked is over, it
+//! asks again through another that is live, its heir; where it knows of none, it withdraws before anything of it goes on. That
+//! has to wait while another judge has the card alone: a new lease may be on its way to it.
+//! Where another judge of a card waits for it or has it, no new lease begins there.
+//!
+//! A judge counts its askings. It has one slice at a time, so that a number says of all before it that they are over,
+//! whenever a message of theirs arrives.
 //!
 //! Slices end by time. A lease that isn't renewed is taken from its judge and evaluated elsewhere, but goes on holding its
 //! card (a ghost) until its time is over or its judge says otherwise, for its work may be running.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::kept::{
     Change, Episode, EpisodeState, Evaluation, EvaluationState, Exclusive, Judge, Judged, Lease, LeaseState, Op,
@@ -40,6 +47,15 @@ pub struct Completion {
     pub tally: Tally,
     /// Seconds a phase.
     pub phases: BTreeMap<String, f64>,
+}
+
+impl Completion {
+    /// The judge, or the broker, failed: it says nothing of the candidate.
+    #[must_use]
+    pub fn fault(message: String) -> Self {
+        let (answer, tally, phases) = (String::new(), Tally::default(), BTreeMap::new());
+        Self { state: EvaluationState::Fault, answer, message, judged: None, tally, phases }
+    }
 }
 
 /// How a lease ends.
@@ -115,11 +131,10 @@ impl Core {
             self.changes.push(Change::Device(registration.clone()));
             self.device = Some(registration.clone());
         }
-        let row = Judge { pod: pod.to_owned(), session, instance: instance.to_owned(), started, before, registration };
+        let instance = instance.to_owned();
+        let row = Judge { pod: pod.to_owned(), session, instance, started, before, over: 0, registration };
         self.changes.push(Change::Judge(row.clone()));
-        let leases = std::collections::BTreeSet::new();
-        let entry = JudgeEntry { row, seen: now, unhealthy: String::new(), warm: Vec::new(), leases };
-        self.judges.insert(pod.to_owned(), entry);
+        self.judges.insert(pod.to_owned(), JudgeEntry::new(row, now));
         self.due = self.due.min(now + self.settings.silence());
         self.dispatch(now);
         Ok(session)
@@ -191,6 +206,16 @@ impl Core {
         self.dispatch(now);
     }
 
+    /// What a lease is about is lost, so that no judge can be told of it: its evaluation is a fault, since a next try would
+    /// meet the same.
+    pub fn fail(&mut self, lease: u64, message: String, now: Seconds) {
+        self.settle(now);
+        if self.leases.get(&lease).is_some_and(|l| l.row.state == LeaseState::Live) {
+            self.end_lease(lease, End::Complete(Box::new(Completion::fault(message))), now);
+        }
+        self.dispatch(now);
+    }
+
     /// An exclusive slice that was granted can't be told to its judge.
     pub fn hand_back_slice(&mut self, slice: u64, now: Seconds) {
         self.settle(now);
@@ -226,8 +251,9 @@ impl Core {
         Ok(over)
     }
 
-    /// Asks for the card for a lease alone; `Wake::Acquired` tells of it. A lease that has it already is told so. `number`
-    /// counts its askings: one that comes late, after its slice was granted and ended, is refused.
+    /// Asks for the card for a judge alone, through one of its leases; `Wake::Acquired` tells of it. One that has it already is
+    /// told so. `number` counts the judge's askings: one that comes late, after its slice was granted and ended or after a
+    /// newer one, is refused; a newer one says that the slices before are over. 0 isn't counted.
     ///
     /// # Errors
     /// `Session`, `LeaseOver`, `SliceOver`.
@@ -239,34 +265,45 @@ impl Core {
         now: Seconds,
     ) -> Result<(), Refused> {
         self.settle(now);
-        self.judge(pod, session, now)?;
+        let judge = self.judge(pod, session, now)?;
+        let (asked, served) = (judge.asked, judge.served);
         let entry = self.leases.get_mut(&lease);
         let entry = entry.filter(|l| l.row.session == session && l.row.state == LeaseState::Live && !l.row.cancelled);
         let entry = entry.ok_or(Refused::LeaseOver(lease))?;
         entry.renewed = now;
-        let (name, served) = (entry.row.card.clone(), entry.served);
-        let card = self.card(&name, now);
-        let held = card.exclusive.as_ref().filter(|h| h.row.lease == lease);
-        if number > 0 && (number < served || number == served && held.is_none()) {
-            return Err(Refused::SliceOver(lease, number));
-        }
-        if let Some(held) = held.filter(|h| number == 0 || h.row.number == number) {
+        let name = entry.row.card.clone();
+        let held = self.card(&name, now).exclusive.as_ref().filter(|h| h.row.pod == pod);
+        let same = |h: &&Held| if number == 0 { h.row.lease == lease } else { h.row.number == number };
+        if let Some(held) = held.filter(same) {
             let granted = Granted { slice: held.row.id, seconds: held.ends - now, waited: 0.0 };
             self.wakes.push(Wake::Acquired(ticket, granted));
             return Ok(());
         }
-        match card.waiters.iter_mut().find(|w| w.lease == lease) {
-            Some(waiter) if number < waiter.number => return Err(Refused::SliceOver(lease, number)),
-            Some(waiter) => {
-                waiter.number = number;
-                if let Some((older, _)) = waiter.ticket.replace((ticket, now)) {
-                    self.wakes.push(Wake::Over(older));
-                }
-            }
-            None => card.waiters.push(Waiter { lease, number, since: now, ticket: Some((ticket, now)) }),
+        if number > 0 && (number < asked || number <= served) {
+            return Err(Refused::SliceOver(lease, number));
         }
+        if number > 0 && held.is_some() {
+            self.end_exclusive(&name, now);
+        }
+        if let Some(judge) = self.judges.get_mut(pod) {
+            judge.asked = asked.max(number);
+        }
+        self.wait_alone(&name, (pod, lease, number), ticket, now);
         self.dispatch(now);
         Ok(())
+    }
+
+    /// A judge waits for its card alone; whoever waited for it before hears that this is over.
+    fn wait_alone(&mut self, card: &str, (pod, lease, number): (&str, u64, u64), ticket: Ticket, now: Seconds) {
+        let waiters = &mut self.card(card, now).waiters;
+        let Some(waiter) = waiters.iter_mut().find(|w| w.pod == pod) else {
+            waiters.push(Waiter { pod: pod.to_owned(), lease, number, since: now, ticket: Some((ticket, now)) });
+            return;
+        };
+        (waiter.lease, waiter.number) = (lease, number);
+        if let Some((older, _)) = waiter.ticket.replace((ticket, now)) {
+            self.wakes.push(Wake::Over(older));
+        }
     }
 
     /// Gives an exclusive slice back. Of a lease without one, or of an older one, it says nothing.
@@ -292,6 +329,36 @@ impl Core {
         }
         self.dispatch(now);
         Ok(())
+    }
+
+    /// A judge waits for none of its askings up to this number any more, through whichever lease they were, if its work may be
+    /// on the card: not while another judge has it alone. Says whether it may.
+    ///
+    /// # Errors
+    /// `Session`.
+    pub fn withdraw(&mut self, (pod, session): (&str, u64), number: u64, now: Seconds) -> Result<bool, Refused> {
+        self.settle(now);
+        let name = self.judge(pod, session, now)?.row.registration.card.clone();
+        if self.card(&name, now).exclusive.as_ref().is_some_and(|h| h.row.pod != pod) {
+            return Ok(false);
+        }
+        let judge = self.judge(pod, session, now)?;
+        judge.asked = judge.asked.max(number);
+        judge.served = judge.served.max(number);
+        let over = judge.row.over < number;
+        judge.row.over = judge.row.over.max(number);
+        let row = over.then(|| judge.row.clone());
+        self.changes.extend(row.map(Change::Judge));
+        let card = self.card(&name, now);
+        let ended = card.exclusive.as_ref().is_some_and(|h| h.row.pod == pod && h.row.number <= number);
+        let waits = card.waiters.iter().position(|w| w.pod == pod && w.number <= number);
+        let waiter = waits.map(|at| card.waiters.remove(at));
+        self.wakes.extend(waiter.and_then(|w| w.ticket).map(|t| Wake::Over(t.0)));
+        if ended {
+            self.end_exclusive(&name, now);
+        }
+        self.dispatch(now);
+        Ok(true)
     }
 
     /// Ends a lease with its answer. Of a lease that is over, the answer still counts if nobody else works on it.
@@ -321,86 +388,87 @@ impl Core {
         Some((lease, &self.evaluations.get(&lease.evaluation)?.0))
     }
 
+    /// Ends a card's exclusive slice. Nothing is charged for it: it lies within its lease, and what goes on after the end of a
+    /// lease is nobody's.
     fn end_exclusive(&mut self, card: &str, at: Seconds) {
         let Some(mut held) = self.cards.get_mut(card).and_then(|c| c.exclusive.take()) else { return };
-        let at = at.min(held.ends);
+        let at = at.min(held.ends).max(held.row.granted);
         held.row.ended = Some(at);
-        let seconds = (at - held.row.granted).max(0.0);
-        // Of a lease that is over already, this time was not charged with it.
-        let live = self.leases.get_mut(&held.row.lease).filter(|l| l.row.state == LeaseState::Live);
-        let charged = live.map(|lease| lease.exclusive += seconds).is_some();
-        let uid = held.row.job.clone();
-        if let Some(job) = self.jobs.get_mut(&uid) {
-            job.usage.tally.add("slice_seconds", "exclusive", seconds);
+        if let Some(lease) = self.leases.get_mut(&held.row.lease).filter(|l| l.row.state == LeaseState::Live) {
+            lease.exclusive += at - held.row.granted;
         }
-        if !charged {
-            self.correct(&uid, seconds);
-            if let Some(job) = self.jobs.get_mut(&uid) {
-                job.usage.charged += seconds;
-            }
-        }
-        self.keep_usage(&uid);
         self.changes.push(Change::Exclusive(held.row));
     }
 
     fn end_lease(&mut self, id: u64, how: End, now: Seconds) {
         let Some(entry) = self.leases.get(&id) else { return };
-        let (name, pod, was) = (entry.row.card.clone(), entry.row.pod.clone(), entry.row.state);
+        let (name, was) = (entry.row.card.clone(), entry.row.state);
+        // It ended when its time was over, however late that is seen, and never before it began, whatever clocks did.
+        let at = now.min(entry.ends).max(entry.row.granted);
         let stays = matches!(how, End::Silent);
-        let running = self.cards.get(&name).and_then(|c| c.exclusive.as_ref()).filter(|h| h.row.lease == id);
-        let mut apart = 0.0;
-        if let Some(held) = running {
-            if stays {
-                apart = (now - held.row.granted).max(0.0);
-            } else {
-                self.end_exclusive(&name, now);
-            }
+        let held = self.cards.get(&name).and_then(|c| c.exclusive.as_ref()).filter(|h| h.row.lease == id);
+        let mut alone = 0.0;
+        match held {
+            Some(held) if stays => alone = (at - held.row.granted).max(0.0),
+            Some(_) => self.end_exclusive(&name, at),
+            None => {}
         }
         let Some(entry) = self.leases.get_mut(&id) else { return };
+        alone += entry.exclusive;
         if was == LeaseState::Live {
-            entry.row.ended = Some(now);
+            entry.row.ended = Some(at);
         }
         entry.row.state = if stays { LeaseState::Ghost } else { LeaseState::Ended };
-        let exclusive = entry.exclusive;
         let row = entry.row.clone();
         self.changes.push(Change::Lease(row.clone()));
         if !stays {
             self.leases.remove(&id);
         }
-        let over = &mut self.wakes;
-        if let Some(card) = self.cards.get_mut(&name) {
-            if !stays {
-                card.leases.remove(&id);
-            }
-            card.waiters.retain(|w| {
-                if w.lease == id {
-                    over.extend(w.ticket.map(|t| Wake::Over(t.0)));
-                }
-                w.lease != id
-            });
-        }
-        if let Some(judge) = self.judges.get_mut(&pod) {
+        self.leave_card(&row, stays);
+        if let Some(judge) = self.judges.get_mut(&row.pod) {
             judge.leases.remove(&id);
         }
         if was == LeaseState::Live {
-            let seconds = (now - row.granted).max(0.0);
-            // An exclusive slice that goes on is charged when it ends.
-            self.correct(&row.job, seconds - apart - row.estimate);
-            if let Some(job) = self.jobs.get_mut(&row.job) {
-                job.usage.charged += seconds - apart;
-                job.usage.tally.add("slice_seconds", "shared", (seconds - exclusive - apart).max(0.0));
-                if let End::Complete(completion) = &how {
-                    for (phase, seconds) in &completion.phases {
-                        job.usage.tally.observe("phase", phase, &SECONDS, *seconds);
-                    }
-                }
-            }
+            self.charge_lease(&row, at - row.granted, alone, &how);
             if let Some(card) = self.cards.get_mut(&name) {
-                card.busy.end(now);
+                card.busy.end(at);
             }
-            self.keep_usage(&row.job);
         }
         self.settle_evaluation(&row, how, now);
+    }
+
+    /// Nobody waits for a card through this lease any more; one that isn't a ghost has left it.
+    fn leave_card(&mut self, lease: &Lease, stays: bool) {
+        let over = &mut self.wakes;
+        let Some(card) = self.cards.get_mut(&lease.card) else { return };
+        if !stays {
+            card.leases.remove(&lease.id);
+        }
+        card.waiters.retain(|w| {
+            if w.lease == lease.id {
+                over.extend(w.ticket.map(|t| Wake::Over(t.0)));
+            }
+            w.lease != lease.id
+        });
+    }
+
+    /// Charges a lease that ends: its length as it is kept, once, and nothing beside it.
+    fn charge_lease(&mut self, lease: &Lease, seconds: Seconds, alone: Seconds, how: &End) {
+        let exclusive = alone.clamp(0.0, seconds);
+        self.correct(&lease.job, seconds - lease.estimate);
+        if let Some(job) = self.jobs.get_mut(&lease.job) {
+            job.usage.charged += seconds;
+            job.usage.tally.add("slice_seconds", "shared", seconds - exclusive);
+            if exclusive > 0.0 {
+                job.usage.tally.add("slice_seconds", "exclusive", exclusive);
+            }
+            if let End::Complete(completion) = how {
+                for (phase, seconds) in &completion.phases {
+                    job.usage.tally.observe("phase", phase, &SECONDS, *seconds);
+                }
+            }
+        }
+        self.keep_usage(&lease.job);
     }
 
     /// What the end of a lease means for its evaluation.
@@ -417,7 +485,7 @@ impl Core {
                 self.learn(op, (now - lease.granted).max(0.0));
             }
             _ if !is_mine || lease.cancelled => {}
-            End::Returned | End::Cancelled | End::Complete(_) => self.enqueue(lease.evaluation),
+            End::Returned | End::Cancelled | End::Complete(_) => self.requeue(lease.evaluation),
             End::Silent => self.lost(lease, 1),
             End::Lost(weight) => self.lost(lease, weight),
         }
@@ -427,22 +495,14 @@ impl Core {
         let Some((row, _)) = self.evaluations.get_mut(&lease.evaluation) else { return };
         row.losses += weight;
         if row.losses < MOST_LOSSES {
-            self.enqueue(lease.evaluation);
+            self.requeue(lease.evaluation);
             return;
         }
         let message = format!(
             "the evaluation was given up: judges were lost over it, or didn't end it within {} s",
             lease.seconds
         );
-        let completion = Completion {
-            state: EvaluationState::Fault,
-            answer: String::new(),
-            message,
-            judged: None,
-            tally: Tally::default(),
-            phases: BTreeMap::new(),
-        };
-        self.answer(lease.evaluation, completion);
+        self.answer(lease.evaluation, Completion::fault(message));
     }
 
     /// Gives an evaluation its answer.
@@ -579,9 +639,8 @@ impl Core {
             return false;
         }
         let Some(card) = self.cards.get(&judge.row.registration.card) else { return true };
-        let other = |lease: u64| self.leases.get(&lease).is_none_or(|l| l.row.pod != pod);
         let held_by_other = card.exclusive.as_ref().is_some_and(|h| h.row.pod != pod);
-        !held_by_other && !card.waiters.iter().any(|w| other(w.lease))
+        !held_by_other && !card.waiters.iter().any(|w| w.pod != pod)
     }
 
     /// Of several judges that could take it, one where its task is warm, else the one with least to do.
@@ -639,33 +698,36 @@ impl Core {
         }
         let ends = now + lease.seconds;
         self.due = self.due.min(ends).min(now + self.settings.silence());
-        self.leases.insert(id, LeaseEntry { row: lease, ends, renewed: now, exclusive: 0.0, served: 0 });
+        self.leases.insert(id, LeaseEntry { row: lease, ends, renewed: now, exclusive: 0.0 });
         self.wakes.push(Wake::Pulled(parked.ticket, id));
     }
 
     fn grant_exclusive(&mut self, name: &str, now: Seconds) {
         let Some(card) = self.cards.get(name) else { return };
-        let waits = |lease: u64| card.waiters.iter().any(|w| w.lease == lease);
-        // Pods with work on the card that doesn't wait.
-        let running: Vec<&str> = card
+        // Judges with a lease on the card that don't stand aside.
+        let at_work: BTreeSet<&str> = card
             .leases
             .iter()
-            .filter(|l| !waits(**l))
             .filter_map(|l| self.leases.get(l).map(|l| l.row.pod.as_str()))
+            .filter(|pod| card.waiters.iter().all(|w| w.pod != *pod))
             .collect();
-        let free = |lease: &LeaseEntry| running.iter().all(|pod| *pod == lease.row.pod);
-        let next = card.waiters.iter().position(|w| {
-            let lease = self.leases.get(&w.lease);
-            w.ticket.is_some() && lease.is_some_and(|l| !l.row.cancelled && free(l))
-        });
+        if !at_work.is_empty() {
+            return;
+        }
+        let next = card
+            .waiters
+            .iter()
+            .position(|w| w.ticket.is_some() && self.leases.get(&w.lease).is_some_and(|l| !l.row.cancelled));
         let Some(next) = next else { return };
         let slice = self.number();
         let longest = self.settings.exclusive_seconds;
         let Some(card) = self.cards.get_mut(name) else { return };
         let waiter = card.waiters.remove(next);
         let Some(lease) = self.leases.get_mut(&waiter.lease) else { return };
-        lease.served = lease.served.max(waiter.number);
         let seconds = longest.min(lease.ends - now);
+        if let Some(judge) = self.judges.get_mut(&waiter.pod) {
+            judge.served = judge.served.max(waiter.number);
+        }
         let row = Exclusive {
             id: slice,
             lease: waiter.lease,

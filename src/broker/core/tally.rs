@@ -9,6 +9,10 @@ use serde::{Deserialize, Serialize};
 /// Bounds of waits and of phases, seconds.
 pub const SECONDS: [f64; 12] = [0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0];
 
+/// Most different counts of one tally; what would be one more is counted under `OTHER`.
+const MOST_COUNTS: usize = 1024;
+const OTHER: &str = "other";
+
 /// Counts by family and label. A key is `family|label`, of a histogram `family|label|bucket`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(transparent)]
@@ -17,7 +21,16 @@ pub struct Tally(BTreeMap<String, f64>);
 impl Tally {
     /// Adds to a counter.
     pub fn add(&mut self, family: &str, label: &str, by: f64) {
-        *self.0.entry(format!("{family}|{label}")).or_default() += by;
+        *self.count_of(format!("{family}|{label}")) += by;
+    }
+
+    /// A count by its key; beyond the bound the family's own that takes all others.
+    fn count_of(&mut self, key: String) -> &mut f64 {
+        if self.0.len() < MOST_COUNTS || self.0.contains_key(&key) {
+            return self.0.entry(key).or_default();
+        }
+        let family = key.split('|').next().unwrap_or_default();
+        self.0.entry(format!("{family}|{OTHER}")).or_default()
     }
 
     /// Adds an observation to a histogram with these bounds.
@@ -56,14 +69,14 @@ impl Tally {
     /// Adds another.
     pub fn merge(&mut self, other: &Self) {
         for (key, value) in &other.0 {
-            *self.0.entry(key.clone()).or_default() += value;
+            *self.count_of(key.clone()) += value;
         }
     }
 
     /// The larger one of each count.
     pub fn highest(&mut self, other: &Self) {
         for (key, value) in &other.0 {
-            let mine = self.0.entry(key.clone()).or_default();
+            let mine = self.count_of(key.clone());
             *mine = mine.max(*value);
         }
     }
@@ -81,6 +94,18 @@ mod tests {
         }
         let read: Vec<_> = tally.family("wait").map(|(l, v)| (l.to_owned(), v)).collect();
         assert_eq!(read[..3], [("shared|0".into(), 1.0), ("shared|1".into(), 1.0), ("shared|12".into(), 1.0)]);
+    }
+
+    #[test]
+    fn a_tally_has_a_bound_and_its_sum_none() {
+        let mut tally = Tally::default();
+        for number in 0..10_000 {
+            tally.add("words", &format!("w{number}"), 1.0);
+        }
+        let mut twice = tally.clone();
+        twice.merge(&tally);
+        assert_eq!((tally.0.len(), twice.0.len()), (MOST_COUNTS + 1, MOST_COUNTS + 1));
+        assert_eq!((tally.sum("words"), twice.sum("words")), (10_000.0, 20_000.0));
     }
 
     #[test]

@@ -7,7 +7,7 @@ use rusqlite::Connection;
 use super::Error;
 
 /// Number `n` of `user_version` is the state after the first `n` migrations.
-pub(super) const MIGRATIONS: [&str; 4] = [
+pub(super) const MIGRATIONS: [&str; 5] = [
     "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
      CREATE TABLE jobs (uid TEXT PRIMARY KEY, namespace TEXT NOT NULL, name TEXT NOT NULL, spec TEXT NOT NULL,
        batch_job TEXT NOT NULL, attempts INTEGER NOT NULL, state TEXT NOT NULL);
@@ -52,6 +52,10 @@ pub(super) const MIGRATIONS: [&str; 4] = [
      CREATE TABLE leftovers (kind TEXT NOT NULL, name TEXT NOT NULL, PRIMARY KEY (kind, name)) WITHOUT ROWID;
      CREATE INDEX leases_job ON leases (job);
      CREATE INDEX exclusives_job ON exclusives (job);",
+    // Virtual times outlive a broker, and so does which askings a judge waits for no longer; what an episode stores is bounded.
+    "ALTER TABLE shares ADD COLUMN within REAL;
+     ALTER TABLE judges ADD COLUMN asked INTEGER NOT NULL DEFAULT 0;
+     ALTER TABLE episodes ADD COLUMN stored INTEGER NOT NULL DEFAULT 0;",
 ];
 
 /// Brings a ledger to the newest schema, each step whole or not at all.

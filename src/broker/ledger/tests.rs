@@ -32,6 +32,7 @@ fn changes() -> Vec<Change> {
         judged: Some((5, judged.clone())),
         ending: None,
         began: -3.5,
+        stored: 77,
     };
     let lease = |id, state, ended| Lease {
         id,
@@ -60,7 +61,8 @@ fn changes() -> Vec<Change> {
             state: JobState::Suspended,
         }),
         Change::Usage("j".into(), Usage { tag: 1.5, charged: 2.5, tally: tally.clone() }),
-        Change::Share("a".into(), 4.25),
+        Change::Share("a".into(), Share { tag: 4.25, within: Some(3.5) }),
+        Change::VirtualNow(2.125),
         Change::Episode(episode(1, EpisodeState::Void)),
         Change::Episode(episode(2, EpisodeState::Running)),
         Change::Evaluation(Evaluation {
@@ -95,6 +97,7 @@ fn changes() -> Vec<Change> {
             instance: "i".into(),
             started: 12.5,
             before: vec!["h".into()],
+            over: 4,
             registration: Registration { card: "GPU-1".into(), slots: 2, ..Registration::default() },
         }),
         Change::Device(Registration { device: "cpu".into(), ..Registration::default() }),
@@ -142,6 +145,11 @@ async fn blobs_answers_and_lines_come_back_and_lines_leave_when_they_have_become
     assert_eq!(ledger.answer(5).unwrap(), Some(("[]".into(), "m".into())));
     assert_eq!(ledger.lines(("j", 0, 2)).unwrap(), [(0, "0\n1\n".into()), (2, "2\n3\n".into())]);
     assert_eq!(ledger.trajectories().unwrap(), [("j".into(), 0, 2, 8)]);
+    // Bytes are counted, not characters.
+    let text = "ä€\n".to_owned();
+    let wide = Record::Lines { job: "j".into(), index: 0, generation: 3, first: 0, text };
+    ledger.committed(ledger.submit(vec![wide])).await.unwrap();
+    assert_eq!(ledger.trajectories().unwrap()[1], ("j".into(), 0, 3, 6));
     let moved = Record::LinesMoved { job: "j".into(), index: 0, generation: 2, before: 2 };
     ledger.committed(ledger.submit(vec![moved])).await.unwrap();
     assert_eq!(ledger.lines(("j", 0, 2)).unwrap(), [(2, "2\n3\n".into())]);
@@ -168,7 +176,7 @@ fn an_older_ledger_is_migrated_with_what_it_holds_and_a_newer_one_is_refused() {
     let connection = Connection::open(&path).unwrap();
     connection.pragma_update(None, "user_version", 99).unwrap();
     let refused = Ledger::open(&path, 0.0).unwrap_err().to_string();
-    assert!(refused.contains("has schema 99, which is newer than this program's 4"), "{refused}");
+    assert!(refused.contains("has schema 99, which is newer than this program's 5"), "{refused}");
 }
 
 #[tokio::test]
@@ -177,7 +185,7 @@ async fn a_ledger_that_cant_be_written_says_so_to_whoever_waits() {
     let path = folder.path().join("ledger.db");
     let (ledger, _) = Ledger::open(&path, 0.0).unwrap();
     Connection::open(&path).unwrap().execute_batch("DROP TABLE shares").unwrap();
-    let batch = ledger.submit(vec![Record::Change(Box::new(Change::Share("a".into(), 1.0)))]);
+    let batch = ledger.submit(vec![Record::Change(Box::new(Change::Share("a".into(), Share::default())))]);
     assert!(matches!(ledger.committed(batch).await, Err(Error::Broken)));
     ledger.broken().await;
 }

@@ -12,9 +12,10 @@ use super::identify::{Agent, Caller};
 use super::{Broker, denied, status};
 use crate::broker::core::kept::{EvaluationState, Op};
 use crate::broker::core::tally::Tally;
-use crate::broker::core::{Ask, Asked, Pod, Refused};
+use crate::broker::core::{Ask, Asked, Pod, Refused, Wants};
 use crate::broker::facts;
 use crate::broker::ledger::Record;
+use crate::broker::objects::digest;
 use crate::wire::v1::episodes_server::Episodes;
 use crate::wire::v1::evaluate_reply::State;
 use crate::wire::v1::{
@@ -163,12 +164,9 @@ impl Episodes for Agents {
             None => return Err(Status::invalid_argument("op: candidates are given, but not what to do with them")),
             Some(op) => {
                 check_ask(op, request.candidates.len())?;
-                let mut candidates = Vec::new();
-                for (number, candidate) in request.candidates.iter().enumerate() {
-                    let bytes = check_candidate(number, candidate)?;
-                    candidates.push(broker.keep(bytes, &mut records).await?);
-                }
-                Some(Ask { op, candidates })
+                let contents = request.candidates.iter().enumerate().map(|(n, c)| check_candidate(n, c));
+                let contents = contents.collect::<Result<Vec<_>, Status>>()?;
+                Some(broker.ask(&pod, &request.key, op, contents, &mut records).await?)
             }
         };
         let mut asked = broker.call(records, |core, now| core.evaluate(&pod, &request.key, ask, now)).await?;
@@ -207,7 +205,7 @@ impl Episodes for Agents {
             counts.push(facts::line(line).map_err(refused)?);
         }
         let broker = &self.0;
-        let (appended, batch, grown) = broker.append(pod, first, &lines, &counts);
+        let (appended, batch, grown) = broker.append(pod, first, &lines, counts);
         broker.kept(batch).await?;
         if grown {
             broker.grown.notify_one();
@@ -226,11 +224,38 @@ impl Episodes for Agents {
 }
 
 impl Broker {
+    /// What is asked under a key. Its contents are kept if they are new and admitted; nothing of any other is written.
+    async fn ask(
+        &self,
+        pod: &Pod,
+        key: &str,
+        op: Op,
+        contents: Vec<Vec<u8>>,
+        records: &mut Vec<Record>,
+    ) -> Result<Ask, Status> {
+        let bytes = contents.iter().map(|c| c.len() as u64).sum();
+        let known = {
+            let state = self.lock();
+            let known = state.core.knows(pod, key);
+            if !known {
+                state.core.admit(pod, Wants::Evaluation(bytes)).map_err(|e| status(&e))?;
+            }
+            known
+        };
+        let mut candidates = Vec::new();
+        for content in contents {
+            candidates.push(if known { digest(&content) } else { self.keep(content, records).await? });
+        }
+        Ok(Ask { op, candidates, bytes })
+    }
+
     /// Adds lines. They go into the batch of the rows that count them, so the core says first which are new.
-    fn append(&self, pod: Pod, first: u64, lines: &[String], counts: &[Tally]) -> (Result<u64, Refused>, u64, bool) {
+    fn append(&self, pod: Pod, first: u64, lines: &[String], counts: Vec<Tally>) -> (Result<u64, Refused>, u64, bool) {
         let mut state = self.lock();
         let now = self.now();
-        let appended = state.core.append(&pod, first, counts, now);
+        let sizes = lines.iter().map(|l| l.len() as u64 + 1);
+        let counted: Vec<(Tally, u64)> = counts.into_iter().zip(sizes).collect();
+        let appended = state.core.append(&pod, first, &counted, now);
         let mut records = Vec::new();
         if let Ok((skipped, kept, generation)) = &appended
             && let Some(fresh) = lines.get(*skipped..).filter(|l| !l.is_empty())
@@ -268,8 +293,15 @@ impl Agents {
         };
         // What the answer rests on is kept before it goes out.
         self.0.kept(self.0.ledger.submit(vec![])).await?;
-        let found = self.0.ledger.answer(asked.id).map_err(|e| Status::unavailable(e.to_string()))?;
-        let (answer_json, message) = found.unwrap_or_default();
+        let lost = |why: String| (State::Fault, String::new(), why);
+        let (state, answer_json, message) = match self.0.ledger.answer(asked.id) {
+            Ok(Some((answer, message))) => (state, answer, message),
+            // One that was dropped has none.
+            Ok(None) if state == State::Fault => lost(String::new()),
+            Ok(None) => lost(format!("the answer of evaluation {} isn't kept any more", asked.id)),
+            Err(error) if error.may_pass() => return Err(Status::unavailable(error.to_string())),
+            Err(error) => lost(format!("the answer of evaluation {} can't be read: {error}", asked.id)),
+        };
         Ok(EvaluateReply { state: state.into(), answer_json, message, ahead: 0 })
     }
 }
@@ -284,7 +316,7 @@ pub(super) fn candidate(bytes: &[u8]) -> Result<Candidate, Status> {
 /// The digest that names a candidate.
 #[cfg(test)]
 fn candidate_digest(candidate: &Candidate) -> String {
-    crate::broker::objects::digest(&check_candidate(0, candidate).unwrap())
+    digest(&check_candidate(0, candidate).unwrap())
 }
 
 #[cfg(test)]

@@ -4,12 +4,13 @@ use std::sync::Arc;
 
 use tokio::sync::oneshot;
 use tokio::time::Instant;
-use tonic::{Request, Response, Status};
+use tonic::{Code, Request, Response, Status};
 
 use super::agents::{candidate, wait};
 use super::identify::Caller;
 use super::{Broker, Guard, Waiting, Work, denied, status};
-use crate::broker::core::kept::{EvaluationState, Op, Registration};
+use crate::broker::core::kept::{EvaluationState, Judged, Op, Registration};
+use crate::broker::core::tally::Tally;
 use crate::broker::core::{Completion, Refused};
 use crate::broker::facts;
 use crate::wire::v1::evaluate_reply::State;
@@ -135,9 +136,18 @@ impl Judges for JudgeService {
         // Over: the session ended while it waited. The next call says so.
         let Some(work) = work else { return Ok(Response::new(PullReply { lease: None })) };
         broker.kept(batch).await?;
-        let lease = self.lease(*work).await?;
+        let id = work.lease.id;
+        let lease = match self.lease(*work).await {
+            Err(lost) if lost.code() == Code::DataLoss => {
+                tracing::error!(lease = id, "an evaluation is given up: {}", lost.message());
+                let ((), batch) = broker.step(vec![], |core, now| core.fail(id, lost.message().to_owned(), now));
+                broker.kept(batch).await?;
+                None
+            }
+            lease => Some(lease?),
+        };
         guard.delivered();
-        Ok(Response::new(PullReply { lease: Some(lease) }))
+        Ok(Response::new(PullReply { lease }))
     }
 
     async fn renew(&self, request: Request<RenewRequest>) -> Result<Response<RenewReply>, Status> {
@@ -151,6 +161,11 @@ impl Judges for JudgeService {
         let pod = self.judge(&request).await?;
         let AcquireRequest { session, lease, wait_seconds, number } = request.into_inner();
         let broker = &self.0;
+        let none = AcquireReply { granted: false, seconds: 0.0, waited: 0.0, slice: 0 };
+        if lease == 0 {
+            let granted = broker.call(vec![], |core, now| core.withdraw((&pod, session), number, now)).await?;
+            return Ok(Response::new(AcquireReply { granted, ..none }));
+        }
         let until = Instant::now() + wait(wait_seconds);
         let (sender, mut receiver) = oneshot::channel();
         let (ticket, asked, batch) = broker.wait_for(Waiting::Acquire(sender), |core, ticket, now| {
@@ -162,7 +177,6 @@ impl Judges for JudgeService {
             return Err(status(&refused));
         }
         let given = broker.given(ticket, &mut receiver, until).await;
-        let none = AcquireReply { granted: false, seconds: 0.0, waited: 0.0, slice: 0 };
         let Some((batch, granted)) = given else { return Ok(Response::new(none)) };
         let Some(granted) = granted else {
             // Taken over by a later asking, or the lease is over.
@@ -199,29 +213,38 @@ impl Judges for JudgeService {
             }
         };
         let CompleteRequest { answer_json, mut message, phases, .. } = request;
-        if answer_json.len() > MOST_ANSWER {
-            return Err(Status::invalid_argument(format!("answer_json is longer than {MOST_ANSWER} bytes")));
-        }
         message.truncate(message.floor_char_boundary(65_536));
         let broker = &self.0;
-        let (mut tally, mut judged) = (crate::broker::core::tally::Tally::default(), None);
-        if state == EvaluationState::Done {
-            let known = {
-                let state = broker.lock();
-                let known = state.core.leased(lease).map(|(row, e)| (row.job.clone(), e.op, e.candidates.clone()));
-                known.map(|(job, op, candidates)| (minimum(state.core.job(&job)), op, candidates))
-            };
-            // A lease that is over gets no answer, whatever is in it.
-            if let Some((minimum, op, candidates)) = known {
-                (tally, judged) = facts::answer(op, &answer_json, &candidates, minimum.as_deref())
-                    .map_err(Status::invalid_argument)?;
-            }
-        }
         let phase = |name: &String| name.len() <= 32 && name.chars().all(|c| c.is_ascii_lowercase() || c == '_');
         let phases = phases.into_iter().filter(|(n, s)| phase(n) && s.is_finite() && *s >= 0.0).take(32).collect();
-        let completion = Completion { state, answer: answer_json, message, judged, tally, phases };
+        let completion = match broker.understood(lease, state, &answer_json) {
+            Ok((tally, judged)) => Completion { state, answer: answer_json, message, judged, tally, phases },
+            // Another judge of the same build would say the same, so nobody is asked again.
+            Err(why) => {
+                tracing::error!(lease, "a judge's answer can't be read: {why}");
+                Completion { phases, ..Completion::fault(format!("the judge's answer can't be read: {why}")) }
+            }
+        };
         broker.call(vec![], |core, now| core.complete((&pod, session), lease, completion, now)).await?;
         Ok(Response::new(CompleteReply {}))
+    }
+}
+
+impl Broker {
+    /// What a judge's answer counts, and its best verdict. A lease that is over gets no answer, whatever is in it.
+    fn understood(&self, lease: u64, said: EvaluationState, answer: &str) -> Result<(Tally, Option<Judged>), String> {
+        if answer.len() > MOST_ANSWER {
+            return Err(format!("it has {} bytes; at most {MOST_ANSWER} are allowed", answer.len()));
+        }
+        let known = {
+            let state = self.lock();
+            let known = state.core.leased(lease).filter(|_| said == EvaluationState::Done);
+            known.map(|(row, e)| (minimum(state.core.job(&row.job)), e.op, e.candidates.clone()))
+        };
+        match known {
+            Some((minimum, op, candidates)) => facts::answer(op, answer, &candidates, minimum.as_deref()),
+            None => Ok((Tally::default(), None)),
+        }
     }
 }
 

@@ -342,13 +342,17 @@ fn judge_json(job: &Job) -> String {
 /// A refusal as a status, with a word for programs in `kernelfleet-reason`.
 fn status(refused: &Refused) -> Status {
     let (code, word) = match refused {
-        Refused::UnknownJob(_) | Refused::UnknownTask(_) | Refused::NoResult(_) => (Code::NotFound, ""),
+        Refused::UnknownJob(_) | Refused::UnknownTask(_) | Refused::NoResult(_) | Refused::UnknownKey(_) => {
+            (Code::NotFound, "")
+        }
         Refused::Index { .. } => (Code::OutOfRange, ""),
         Refused::Superseded(_) => (Code::FailedPrecondition, "superseded"),
         Refused::Finished(_) => (Code::FailedPrecondition, "finished"),
         Refused::Closed(_) => (Code::FailedPrecondition, "closed"),
         Refused::NotBegun(_) => (Code::FailedPrecondition, "not_begun"),
-        Refused::KeyReused(_) | Refused::UnknownKey(_) => (Code::InvalidArgument, ""),
+        Refused::KeyReused(_) => (Code::InvalidArgument, ""),
+        Refused::TooLarge(_) => (Code::InvalidArgument, "too_large"),
+        Refused::TooManyKeys(_) | Refused::Budget { .. } => (Code::InvalidArgument, "budget"),
         Refused::TooMany => (Code::ResourceExhausted, ""),
         Refused::Gap { .. } => (Code::FailedPrecondition, "gap"),
         Refused::OtherEnd => (Code::FailedPrecondition, "other_end"),

@@ -86,9 +86,12 @@ impl Broker {
         let Some((mut result, generation, evaluation, judged)) = found else { return Ok(()) };
         let unavailable = |e: &dyn std::fmt::Display| Status::unavailable(e.to_string());
         let answer = self.ledger.answer(evaluation).map_err(|e| unavailable(&e))?.unwrap_or_default().0;
-        let parsed = |text: &str| serde_json::from_str::<serde_json::Value>(text).unwrap_or_default();
-        result["verdict"] = parsed(&verdict(&answer, judged.place)?);
-        result["files"] = parsed(&self.text(&judged.candidate).await?);
+        let parsed = |text: &str| {
+            let lost = |e| Status::data_loss(format!("what the episode came to can't be read: {e}"));
+            serde_json::from_str::<serde_json::Value>(text).map_err(lost)
+        };
+        result["verdict"] = parsed(&verdict(&answer, judged.place)?)?;
+        result["files"] = parsed(&self.text(&judged.candidate).await?)?;
         let name = objects::result(&pod.job, pod.index, generation);
         self.objects.put(&name, result.to_string().into_bytes()).await.map_err(|e| unavailable(&e))
     }
