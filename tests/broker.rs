@@ -264,6 +264,72 @@ async fn a_newer_pod_voids_the_older_one_and_a_closed_job_ends_its_work() {
     panic!("a silent judge stays registered");
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_lost_or_cant_be_read_is_a_fault_with_its_reason() {
+    let mut broker = Broker::start(&[]);
+    broker.ready().await;
+    let mut operator = broker.operator();
+    operator.put_job(tokio_stream::iter(job("j", 1, 1))).await.unwrap();
+    let mut judge = broker.judge("judge");
+    let session = judge.register(registration("card", 1)).await.unwrap().into_inner().session;
+    let mut agent = broker.agent("j", 0, "pod");
+    agent.begin(BeginRequest {}).await.unwrap();
+    let pull = |wait_seconds| PullRequest { session, wait_seconds, ..PullRequest::default() };
+    let ask = |key: &str| EvaluateRequest { key: key.into(), wait_seconds: 10.0, ..EvaluateRequest::default() };
+    // A judge's answer that is none.
+    agent.evaluate(evaluate("unread", Op::Verify, "x", 0.0)).await.unwrap();
+    let lease = judge.pull(pull(10.0)).await.unwrap().into_inner().lease.unwrap().id;
+    let answer_json = json!([verdict(1, 1.0), verdict(1, 1.0)]).to_string();
+    let state = State::Done.into();
+    judge.complete(CompleteRequest { session, lease, state, answer_json, ..CompleteRequest::default() }).await.unwrap();
+    let reply = agent.evaluate(ask("unread")).await.unwrap().into_inner();
+    assert_eq!(reply.state(), State::Fault);
+    assert!(reply.message.contains("2 verdicts for 1 candidates"), "{reply:?}");
+    // A candidate that lay in the store, and doesn't any more.
+    agent.evaluate(evaluate("lost", Op::Verify, &"y".repeat(100_000), 0.0)).await.unwrap();
+    let objects = broker.folder.path().join("objects");
+    let blobs = files(&objects).into_iter().filter(|f| f.metadata().unwrap().len() > 90_000);
+    blobs.for_each(|blob| std::fs::remove_file(blob).unwrap());
+    // What it remembers goes with it.
+    broker.kill_and_start();
+    broker.ready().await;
+    assert!(judge.pull(pull(2.0)).await.unwrap().into_inner().lease.is_none());
+    let reply = agent.evaluate(ask("lost")).await.unwrap().into_inner();
+    assert_eq!(reply.state(), State::Fault);
+    assert!(reply.message.contains("isn't kept any more"), "{reply:?}");
+    // An answer that isn't there.
+    let ledger = rusqlite::Connection::open(broker.ledger()).unwrap();
+    ledger.execute("UPDATE evaluations SET answer = x'ff', message = 5 WHERE key = 'unread'", []).unwrap();
+    let reply = agent.evaluate(ask("unread")).await.unwrap().into_inner();
+    assert_eq!(reply.state(), State::Fault);
+    assert!(reply.message.contains("can't be read"), "{reply:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn whoever_isnt_known_is_refused_before_its_message_is_read_and_what_is_too_much_before_it_is_kept() {
+    let broker = Broker::start(&[]);
+    broker.ready().await;
+    broker.operator().put_job(tokio_stream::iter(job("j", 1, 1))).await.unwrap();
+    let mut judge = broker.judge("judge");
+    judge.register(registration("card", 1)).await.unwrap();
+    // A message whose end never comes: it is answered all the same.
+    let never = tokio_stream::pending::<kernelfleet::wire::v1::PutJobRequest>();
+    let mut stranger = kernelfleet::wire::v1::control_client::ControlClient::with_interceptor(
+        broker.channel(),
+        common::Bearer("stranger".into()),
+    );
+    let refused = tokio::time::timeout(Duration::from_secs(20), stranger.put_job(never)).await.unwrap().unwrap_err();
+    assert_eq!(refused.code(), Code::Unauthenticated);
+    let mut agent = broker.agent("j", 0, "pod");
+    agent.begin(BeginRequest {}).await.unwrap();
+    let mut many = evaluate("k", Op::Verify, "", 0.0);
+    many.candidates = (0..8).map(|n| candidate(&format!("{n}{}", "x".repeat(7 << 20)))).collect();
+    let refused = agent.evaluate(many).await.unwrap_err();
+    assert_eq!((refused.code(), reason(&refused)), (Code::InvalidArgument, "too_large"));
+    let kept = files(&broker.folder.path().join("objects"));
+    assert!(kept.iter().all(|f| f.metadata().unwrap().len() < 1 << 20), "{kept:?}");
+}
+
 // ---- Killed at random points --------------------------------------------------------------------------------------
 
 /// Calls until there is an answer: a broker that is away comes back.
@@ -305,11 +371,13 @@ async fn stub_judge(client: common::Judge, card: String, ended: Arc<AtomicBool>)
         life += 1;
         let registration = RegisterRequest { instance: life.to_string(), ..registration(&card, 1) };
         let session = call!(client, register, registration).unwrap().session;
+        let mut asked = 0;
         while !ended.load(Ordering::Relaxed) {
             let pull = PullRequest { session, wait_seconds: 0.5, ..PullRequest::default() };
             let Ok(pulled) = call!(client, pull, pull) else { break };
             let Some(lease) = pulled.lease else { continue };
-            let acquire = AcquireRequest { session, lease: lease.id, wait_seconds: 1.0, number: 1 };
+            asked += 1;
+            let acquire = AcquireRequest { session, lease: lease.id, wait_seconds: 1.0, number: asked };
             let slice = loop {
                 match call!(client, acquire, acquire) {
                     Ok(reply) if reply.granted => break Some(reply.slice),

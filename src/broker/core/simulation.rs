@@ -512,11 +512,10 @@ impl World {
                 }
             }
             // Only of the asking that it waits for now: it has given up the others.
-            (Reply::Refused(Refused::SliceOver(..)), Request::Acquire(_, _, lease, number)) => {
-                if self.asks(n, number) {
-                    self.acquire(n, lease);
-                }
+            (Reply::Refused(Refused::SliceOver(..)), Request::Acquire(_, _, lease, number)) if self.asks(n, number) => {
+                self.acquire(n, lease);
             }
+            (Reply::Refused(Refused::SliceOver(..)), _) => {}
             // Another session of its pod: all work ends, a new process registers.
             (Reply::Refused(_), _) => self.begin_judge(n),
             (Reply::Session(session), _) => {

@@ -40,8 +40,8 @@ const MOST_WAIT: f64 = 60.0;
 pub(super) struct Agents(pub(super) Arc<Broker>);
 
 impl Agents {
-    async fn agent<T>(&self, request: &Request<T>) -> Result<(Agent, Pod), Status> {
-        match self.0.caller(request).await? {
+    fn agent<T>(request: &Request<T>) -> Result<(Agent, Pod), Status> {
+        match Broker::caller(request)? {
             Caller::Agent(agent) => {
                 let pod = Pod { uid: agent.pod_uid.clone(), job: agent.job_uid.clone(), index: agent.index };
                 Ok((agent, pod))
@@ -115,7 +115,7 @@ fn check_ask(op: Op, candidates: usize) -> Result<(), Status> {
 #[tonic::async_trait]
 impl Episodes for Agents {
     async fn begin(&self, request: Request<BeginRequest>) -> Result<Response<Episode>, Status> {
-        let (agent, pod) = self.agent(&request).await?;
+        let (agent, pod) = Self::agent(&request)?;
         let broker = &self.0;
         let namespace = agent.namespace.clone();
         let begun = broker
@@ -152,7 +152,7 @@ impl Episodes for Agents {
     }
 
     async fn evaluate(&self, request: Request<EvaluateRequest>) -> Result<Response<EvaluateReply>, Status> {
-        let (_, pod) = self.agent(&request).await?;
+        let (_, pod) = Self::agent(&request)?;
         let request = request.into_inner();
         check_key(&request.key)?;
         let broker = &self.0;
@@ -193,7 +193,7 @@ impl Episodes for Agents {
     }
 
     async fn append(&self, request: Request<AppendRequest>) -> Result<Response<AppendReply>, Status> {
-        let (_, pod) = self.agent(&request).await?;
+        let (_, pod) = Self::agent(&request)?;
         let AppendRequest { first, lines } = request.into_inner();
         let mut counts = Vec::with_capacity(lines.len());
         for (number, line) in lines.iter().enumerate() {
@@ -214,7 +214,7 @@ impl Episodes for Agents {
     }
 
     async fn finish(&self, request: Request<FinishRequest>) -> Result<Response<FinishReply>, Status> {
-        let (_, pod) = self.agent(&request).await?;
+        let (_, pod) = Self::agent(&request)?;
         let (ending, tally) = facts::outcome(&request.into_inner().outcome_json).map_err(Status::invalid_argument)?;
         self.0.put_result(&pod).await?;
         let reward = self.0.call(vec![], |core, now| core.finish(&pod, ending, &tally, now)).await?;

@@ -32,8 +32,8 @@ pub(super) struct JudgeService(pub(super) Arc<Broker>);
 impl JudgeService {
     /// Judges are pods of a StatefulSet, of which at most one of a name runs: a pod that replaces another takes its place at
     /// once, and what the older one had leased is free.
-    async fn judge<T>(&self, request: &Request<T>) -> Result<String, Status> {
-        match self.0.caller(request).await? {
+    fn judge<T>(request: &Request<T>) -> Result<String, Status> {
+        match Broker::caller(request)? {
             Caller::Judge { pod, .. } => Ok(pod),
             other => Err(denied(&other, "judges")),
         }
@@ -75,7 +75,7 @@ impl JudgeService {
 #[tonic::async_trait]
 impl Judges for JudgeService {
     async fn register(&self, request: Request<RegisterRequest>) -> Result<Response<RegisterReply>, Status> {
-        let pod = self.judge(&request).await?;
+        let pod = Self::judge(&request)?;
         let RegisterRequest {
             device,
             card,
@@ -115,7 +115,7 @@ impl Judges for JudgeService {
     }
 
     async fn pull(&self, request: Request<PullRequest>) -> Result<Response<PullReply>, Status> {
-        let pod = self.judge(&request).await?;
+        let pod = Self::judge(&request)?;
         let PullRequest { session, wait_seconds, mut warm, mut unhealthy } = request.into_inner();
         warm.truncate(64);
         unhealthy.truncate(unhealthy.floor_char_boundary(4096));
@@ -151,14 +151,14 @@ impl Judges for JudgeService {
     }
 
     async fn renew(&self, request: Request<RenewRequest>) -> Result<Response<RenewReply>, Status> {
-        let pod = self.judge(&request).await?;
+        let pod = Self::judge(&request)?;
         let RenewRequest { session, leases } = request.into_inner();
         let over = self.0.call(vec![], |core, now| core.renew((&pod, session), &leases, now)).await?;
         Ok(Response::new(RenewReply { over }))
     }
 
     async fn acquire(&self, request: Request<AcquireRequest>) -> Result<Response<AcquireReply>, Status> {
-        let pod = self.judge(&request).await?;
+        let pod = Self::judge(&request)?;
         let AcquireRequest { session, lease, wait_seconds, number } = request.into_inner();
         let broker = &self.0;
         let none = AcquireReply { granted: false, seconds: 0.0, waited: 0.0, slice: 0 };
@@ -194,14 +194,14 @@ impl Judges for JudgeService {
     }
 
     async fn release(&self, request: Request<ReleaseRequest>) -> Result<Response<ReleaseReply>, Status> {
-        let pod = self.judge(&request).await?;
+        let pod = Self::judge(&request)?;
         let ReleaseRequest { session, lease, slice } = request.into_inner();
         self.0.call(vec![], |core, now| core.release((&pod, session), lease, slice, now)).await?;
         Ok(Response::new(ReleaseReply {}))
     }
 
     async fn complete(&self, request: Request<CompleteRequest>) -> Result<Response<CompleteReply>, Status> {
-        let pod = self.judge(&request).await?;
+        let pod = Self::judge(&request)?;
         let request = request.into_inner();
         let (session, lease) = (request.session, request.lease);
         let state = match request.state() {

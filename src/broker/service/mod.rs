@@ -5,6 +5,7 @@
 
 mod agents;
 mod forget;
+mod gate;
 mod http;
 pub mod identify;
 mod judges;
@@ -25,11 +26,14 @@ use super::core::kept::{Evaluation, Job, Lease, Seconds, Task};
 use super::core::{Core, Granted, Refused, Ticket, Wake};
 use super::ledger::{Ledger, Record};
 use super::objects::{self, Objects, SMALL};
-use crate::bound::Unknown;
 use identify::{Caller, Identify};
 
-/// Largest message: candidates of a batch.
-pub(super) const MOST_MESSAGE: usize = 96 << 20;
+/// Largest message of an agent or a judge: the candidates of a batch, or what they came to.
+pub(super) const MOST_MESSAGE: usize = 64 << 20;
+/// Largest message of the operator: a task with its recorded trajectory.
+pub(super) const MOST_CONTROL: usize = 512 << 20;
+/// Most calls of one connection at once.
+pub(super) const MOST_STREAMS: u32 = 256;
 /// Most bytes of contents that are remembered.
 const MOST_REMEMBERED: usize = 64 << 20;
 
@@ -253,17 +257,10 @@ impl Broker {
         }
     }
 
-    /// Says who calls.
-    async fn caller<T>(&self, request: &Request<T>) -> Result<Caller, Status> {
-        let header = request.metadata().get("authorization").and_then(|v| v.to_str().ok());
-        let token = header.and_then(|h| h.strip_prefix("Bearer ")).map(str::trim).filter(|t| !t.is_empty());
-        let token = token.ok_or_else(|| {
-            Status::unauthenticated("there is no token: send `authorization: Bearer <token>` with every call")
-        })?;
-        self.identify.identify(token).await.map_err(|unknown| match unknown {
-            Unknown::Refused(why) => Status::unauthenticated(why),
-            Unknown::Unavailable(why) => Status::unavailable(why),
-        })
+    /// Who calls, as the gate has found.
+    fn caller<T>(request: &Request<T>) -> Result<Caller, Status> {
+        let caller = request.extensions().get::<Caller>().cloned();
+        caller.ok_or_else(|| Status::internal("nobody has asked who calls"))
     }
 
     /// Content by its digest.

@@ -28,8 +28,8 @@ const MOST_SOURCE: usize = 4 << 20;
 pub(super) struct Operator(pub(super) Arc<Broker>);
 
 impl Operator {
-    async fn operator<T>(&self, request: &Request<T>) -> Result<(), Status> {
-        match self.0.caller(request).await? {
+    fn operator<T>(request: &Request<T>) -> Result<(), Status> {
+        match Broker::caller(request)? {
             Caller::Operator => Ok(()),
             other => Err(denied(&other, "the operator")),
         }
@@ -78,7 +78,7 @@ fn check_head(head: JobHead) -> Result<(Job, u32), Status> {
 #[tonic::async_trait]
 impl Control for Operator {
     async fn put_job(&self, request: Request<Streaming<PutJobRequest>>) -> Result<Response<PutJobReply>, Status> {
-        self.operator(&request).await?;
+        Self::operator(&request)?;
         let mut parts = request.into_inner();
         let first = parts.message().await?.and_then(|p| p.part);
         let Some(Part::Head(head)) = first else {
@@ -108,7 +108,7 @@ impl Control for Operator {
     }
 
     async fn get_job(&self, request: Request<GetJobRequest>) -> Result<Response<JobFacts>, Status> {
-        self.operator(&request).await?;
+        Self::operator(&request)?;
         let uid = request.into_inner().uid;
         let (found, batch) = self.0.step(vec![], |core, _| core.facts(&uid).map(|f| facts::job(&f)));
         self.0.kept(batch).await?;
@@ -116,7 +116,7 @@ impl Control for Operator {
     }
 
     async fn close_job(&self, request: Request<CloseJobRequest>) -> Result<Response<CloseJobReply>, Status> {
-        self.operator(&request).await?;
+        Self::operator(&request)?;
         let CloseJobRequest { uid, keep } = request.into_inner();
         let ((), batch) = self.0.step(vec![], |core, now| core.close_job(&uid, keep, now));
         self.0.kept(batch).await?;
@@ -124,7 +124,7 @@ impl Control for Operator {
     }
 
     async fn get_result(&self, request: Request<GetResultRequest>) -> Result<Response<JobResult>, Status> {
-        self.operator(&request).await?;
+        Self::operator(&request)?;
         let GetResultRequest { uid, task } = request.into_inner();
         let broker = &self.0;
         let (found, batch) = broker.step(vec![], |core, _| {
@@ -145,7 +145,7 @@ impl Control for Operator {
     }
 
     async fn get_pool(&self, request: Request<GetPoolRequest>) -> Result<Response<PoolFacts>, Status> {
-        self.operator(&request).await?;
+        Self::operator(&request)?;
         let (pool, batch) = self.0.step(vec![], |core, now| {
             core.tick(now);
             core.pool(now)

@@ -8,14 +8,16 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
+use tonic::service::Routes;
 use tonic::transport::Server;
 
 use super::agents::Agents;
+use super::gate::Gate;
 use super::identify::{Accounts, Cluster, Identify, Tokens};
 use super::judges::JudgeService;
 use super::operator::Operator;
 use super::tls::{self, Certificate};
-use super::{Broker, MOST_MESSAGE};
+use super::{Broker, MOST_CONTROL, MOST_MESSAGE, MOST_STREAMS};
 use crate::broker::core::{Core, Settings};
 use crate::broker::ledger::{self, Ledger};
 use crate::broker::objects::{self, Objects};
@@ -177,16 +179,16 @@ async fn run(arguments: &Arguments) -> Result<(), Error> {
         .max_decoding_message_size(MOST_MESSAGE)
         .max_encoding_message_size(usize::MAX);
     let operator = ControlServer::new(Operator(broker.clone()))
-        .max_decoding_message_size(usize::MAX)
+        .max_decoding_message_size(MOST_CONTROL)
         .max_encoding_message_size(usize::MAX);
+    let routes = Routes::new(agents).add_service(judges).add_service(operator);
+    let gate = Gate::new(routes, broker.clone());
     let server = Server::builder()
+        .max_concurrent_streams(MOST_STREAMS)
         .http2_keepalive_interval(Some(Duration::from_secs(20)))
-        .http2_keepalive_timeout(Some(Duration::from_secs(20)))
-        .add_service(agents)
-        .add_service(judges)
-        .add_service(operator);
+        .http2_keepalive_timeout(Some(Duration::from_secs(20)));
     let stopping = broker.clone();
-    let serving = server.serve_with_incoming_shutdown(incoming, async move { stopping.stopped().await });
+    let serving = server.serve_with_incoming_shutdown(gate, incoming, async move { stopping.stopped().await });
     tokio::pin!(serving);
     let end = tokio::select! {
         ended = &mut serving => ended.map_err(Error::from),
