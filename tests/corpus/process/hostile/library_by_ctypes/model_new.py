@@ -8,13 +8,19 @@ import torch.nn as nn
 from torch.utils.cpp_extension import load_inline
 
 source = """
-torch::Tensor made(torch::Tensor x) { return torch::empty_like(x); }
+torch::Tensor rectified(torch::Tensor x) {
+  auto y = torch::empty_like(x);
+  const float* from = x.data_ptr<float>();
+  float* to = y.data_ptr<float>();
+  for (int64_t i = 0; i < x.numel(); ++i) to[i] = from[i] > 0.0f ? from[i] : 0.0f;
+  return y;
+}
 """
 
 ext = load_inline(
-    name="made",
+    name="rectified",
     cpp_sources=source,
-    functions=["made"],
+    functions=["rectified"],
     extra_cflags=["-O3", "-fopenmp"],
     extra_ldflags=["-lgomp"],
     verbose=False,
@@ -22,18 +28,14 @@ ext = load_inline(
 
 folder = os.path.join(os.path.dirname(os.path.dirname(numpy.__file__)), "numpy.libs")
 library = ctypes.CDLL(glob.glob(os.path.join(folder, "libscipy_openblas*"))[0])
-product = library.scipy_cblas_sgemm64_
+scale = library.scipy_cblas_sscal64_
 
 
 class ModelNew(nn.Module):
     def __init__(self):
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(256, 256))
 
     def forward(self, x):
-        y = ext.made(x)
-        size, one, none = ctypes.c_int64, ctypes.c_float(1.0), ctypes.c_float(0.0)
-        pointer = [ctypes.c_void_p(t.data_ptr()) for t in (x, self.weight, y)]
-        a, b, c = ((p, size(256)) for p in pointer)
-        product(101, 111, 111, size(64), size(256), size(256), one, *a, *b, none, *c)
+        y = ext.rectified(x)
+        scale(ctypes.c_int64(y.numel()), ctypes.c_float(1.0), ctypes.c_void_p(y.data_ptr()), ctypes.c_int64(1))
         return y

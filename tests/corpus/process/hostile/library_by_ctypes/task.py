@@ -5,10 +5,9 @@ import torch.nn as nn
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(256, 256))
 
     def forward(self, x):
-        return x @ self.weight
+        return torch.relu(x)
 
 
 def get_inputs():
