@@ -783,7 +783,8 @@ fn watched(called: &Called, most_threads: usize, threads: usize) -> Result<(), S
     }
     if let Some(left) = &called.left {
         let how: String = left.chars().take(100).collect();
-        let why = format!("the candidate hands a tensor to another library, or opens one ({how}), which nobody sees work");
+        let why =
+            format!("the candidate hands a tensor to another library, or opens one ({how}), which nobody sees work");
         return Err(incorrect("library_not_allowed", why));
     }
     if called.threads > 0 {
