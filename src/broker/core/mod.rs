@@ -461,7 +461,6 @@ impl Core {
                 let share = Share { tag: space.tag, within: Some(space.virtual_now) };
                 self.changes.push(Change::Share(entry.job.namespace.clone(), share));
             }
-            self.changes.push(Change::VirtualNow(self.virtual_now));
         }
     }
 }

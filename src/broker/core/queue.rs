@@ -110,7 +110,10 @@ impl Core {
         let Some(job) = self.jobs.get_mut(uid) else { return };
         let weight = self.settings.weight(&job.job.namespace);
         let space = self.spaces.entry(job.job.namespace.clone()).or_default();
-        self.virtual_now = self.virtual_now.max(space.tag);
+        if self.virtual_now < space.tag {
+            self.virtual_now = space.tag;
+            self.changes.push(Change::VirtualNow(space.tag));
+        }
         space.virtual_now = space.virtual_now.max(job.usage.tag);
         space.tag += estimate / weight;
         job.usage.tag += estimate;
