@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import datetime
 from itertools import product
 from pathlib import Path
@@ -460,6 +461,15 @@ def row_of(case: str, number: int, status: int, seconds: float, verdict: dict[st
     return row | {key: verdict.get(key) for key in keys} | {"stderr": err[-2000:]}
 
 
+@dataclass
+class Case:
+    """A candidate of the process path and its task."""
+
+    name: str
+    task: Path
+    candidate: Path
+
+
 def process(tasks: Path) -> dict[str, Any]:
     """Candidates that can't be plans, as they are: honest ones, an operator behind a decoy, and one that answers early, again
     and again. Several are built and judged beside each other, measured one at a time. Build seconds are those of the
@@ -473,7 +483,7 @@ def process(tasks: Path) -> dict[str, Any]:
             left = SECONDS - (time.monotonic() - start)
             if left < 90:
                 return None
-            arguments = ["judge", "--task", str(case / "task.py"), "--candidate", str(case / "candidate")]
+            arguments = ["judge", "--task", str(case.task), "--candidate", str(case.candidate)]
             arguments += ["--device", "cuda", "--path", "process", "--no-cache", "-o", "json"]
             status, out, err, seconds = command(arguments, left)
             verdict = json.loads(out) if out.strip().startswith("{") else {}
@@ -486,7 +496,10 @@ def process(tasks: Path) -> dict[str, Any]:
             return row
         return json.loads(kept.read_text())  # type: ignore[no-any-return]
 
-    cases = sorted(p for p in folder.iterdir() if (p / "task.py").exists())
+    ours = sorted(p for p in folder.iterdir() if (p / "task.py").exists())
+    cases = [Case(p.name, p / "task.py", p / "candidate") for p in ours]
+    if released := os.environ.get("KERNELFLEET_CUDA_AGENT"):
+        cases.append(Case("cuda_agent_released", Path(released) / "model.py", Path(released)))
     with ThreadPoolExecutor(PROCESSES_AT_ONCE) as pool:
         found = list(pool.map(one, cases))
     # The one that answers early again and again, in batches beside each other.
