@@ -18,7 +18,16 @@ from recording import Recorder, expectation, load_task, read_files, request_for
 CORPUS = Path(__file__).resolve().parents[1] / "corpus"
 HONEST = sorted((CORPUS / "honest").iterdir())
 HOSTILE = sorted((CORPUS / "hostile").iterdir())
-AT_RUN = {"launch_invalid", "mismatch", "constants_changed", "build_failed", "shape", "dtype", "impossible"}
+AT_RUN = {
+    "launch_invalid",
+    "mismatch",
+    "constants_changed",
+    "build_failed",
+    "shape",
+    "dtype",
+    "impossible",
+    "library_not_allowed",
+}
 """Codes of later stages: the recording succeeds."""
 
 
@@ -73,7 +82,9 @@ def test_an_honest_candidate_is_recorded_and_its_plan_computes_the_reference(
 @pytest.mark.parametrize("folder", HOSTILE, ids=lambda folder: folder.name)
 def test_a_hostile_candidate_is_refused_as_expected_or_left_to_the_run(folder: Path, recorder: Recorder) -> None:
     expected = expectation(folder)
-    assert expected["correct"] is False
+    # One whose trick is about time alone is correct, and wins nothing by it.
+    trick = "speedup_at_most" in expected
+    assert expected["correct"] is trick
     code = expected.get("code")
     task, files = load_task(folder / "task.py"), read_files(folder)
     request, fds = request_for(task, files)
@@ -82,7 +93,8 @@ def test_a_hostile_candidate_is_refused_as_expected_or_left_to_the_run(folder: P
         again, _ = recorder.record(*request_for(task, files, seed=1))
         assert reply["plan"] != again["plan"]
     elif (
-        code in AT_RUN
+        trick
+        or code in AT_RUN
         or code == "structure"
         and reply["ok"]
         or "kernel" in folder.name
