@@ -419,6 +419,7 @@ mod tests {
             }),
             began: 0.0,
             stored: 0,
+            said: 0,
         }
     }
 

@@ -511,11 +511,11 @@ fn put_job(to: &Transaction<'_>, job: &Job) -> rusqlite::Result<()> {
 }
 
 fn put_episode(to: &Transaction<'_>, episode: &Episode, epoch: f64) -> rusqlite::Result<()> {
-    let Episode { job, index, generation, pod, state, lines, tally, judged, ending, began, stored } = episode;
+    let Episode { job, index, generation, pod, state, lines, tally, judged, ending, began, stored, said } = episode;
     to.prepare_cached(
         "INSERT OR REPLACE INTO episodes \
-         (job, idx, generation, pod, state, lines, turns, tokens_read, tokens_written, tally, judged, ending, began, stored) \
-         VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14)",
+         (job, idx, generation, pod, state, lines, turns, tokens_read, tokens_written, tally, judged, ending, began, stored, said) \
+         VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15)",
     )?
     .execute(params![
         job,
@@ -531,7 +531,8 @@ fn put_episode(to: &Transaction<'_>, episode: &Episode, epoch: f64) -> rusqlite:
         judged.as_ref().map(json).transpose()?,
         ending.as_ref().map(json).transpose()?,
         began + epoch,
-        stored
+        stored,
+        said
     ])
     .map(drop)
 }
@@ -618,6 +619,7 @@ fn load(from: &Connection, epoch: f64) -> rusqlite::Result<Kept> {
             ending: optional(r, "ending")?,
             began: time(r, "began")?,
             stored: r.get("stored")?,
+            said: r.get("said")?,
         };
         kept.apply(Change::Episode(episode));
         Ok(())

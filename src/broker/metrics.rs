@@ -277,6 +277,7 @@ mod tests {
             ending: Some(ending),
             began: 0.0,
             stored: 0,
+            said: 0,
         };
         let mut used = Tally::default();
         used.observe("slice_wait", "shared", &SECONDS, 0.02);

@@ -141,9 +141,9 @@ impl Verdict {
     }
 
     /// Whether it says something of the candidate that holds another time: not when others had the device while it was
-    /// measured, and not when it came too late, which may be their doing too.
+    /// measured, and not when it came too late or the clocks told different times, which may be their doing too.
     #[must_use]
     pub fn counts(&self) -> bool {
-        self.trusted() && self.reason.as_ref().is_none_or(|r| r.code != "timeout")
+        self.trusted() && self.reason.as_ref().is_none_or(|r| !matches!(r.code.as_str(), "timeout" | "clocks_disagree"))
     }
 }

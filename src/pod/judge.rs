@@ -522,7 +522,10 @@ impl Granted {
             Err(error) if error.reason() == "slice_over" => request.number = self.next(),
             // A lease that the broker does not know any more gives no right to anything.
             Err(Error::Refused { .. }) => self.leases.kill(request.lease, Over::Broker),
-            Err(error) => tracing::warn!(%error, "exclusive use was not granted"),
+            Err(error) => {
+                tracing::warn!(%error, "exclusive use was not granted");
+                std::thread::sleep(AGAIN);
+            }
         }
         None
     }

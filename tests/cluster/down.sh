@@ -23,7 +23,11 @@ done
 [ -z "$(members $group)" ] || stop "processes that can't be ended:" "$(members $group | xargs -r ps -o pid,stat,args -p)"
 
 for namespace in /run/netns/kf-node*; do [ -e "$namespace" ] && ip netns del "$(basename "$namespace")"; done || true
-rmdir /run/netns 2>/dev/null || true
+# `ip netns` mounts the folder over itself; where nobody else has a namespace in it, it is as it was before.
+if [ -d /run/netns ] && [ -z "$(ls -A /run/netns)" ]; then
+    umount /run/netns 2>/dev/null || true
+    rmdir /run/netns 2>/dev/null || true
+fi
 ip link del "$bridge" 2>/dev/null || true
 # A veth pair goes with its namespace, in the kernel's own time.
 for _ in $(seq 50); do ip -br link | grep -q '^kf-v' || break; sleep .1; done

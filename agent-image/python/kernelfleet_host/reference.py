@@ -913,7 +913,9 @@ class Reference:
         statistic = known[i] if known is not None else None
         if statistic is None:
             return None
-        return compare.quick(apart, size, statistic, r.dtype)
+        quick = compare.quick(apart, size, statistic, r.dtype)
+        # Mixed sets differ in what a few places amplify: only the float64 run refuses one.
+        return None if quick is not None and not quick.match and slot.key[0] == "mixed" else quick
 
     def _fully(self, slot: Slot, candidate: list[torch.Tensor], indices: list[int]) -> tuple[int, Finding]:
         expected = self.expect(slot)

@@ -243,9 +243,9 @@ class Session:
         return {}
 
     def returned(self, request: Message) -> Reply:
-        """`returned`."""
+        """`returned`. Whether a further call on the same inputs is asked for the same: not where `forward` writes them."""
         self.handover.returned(integer(request, "slot"))
-        return {}
+        return {"repeats": not self.reference.written_inputs}
 
     @property
     def handover(self) -> Handover:

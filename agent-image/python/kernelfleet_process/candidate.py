@@ -92,6 +92,7 @@ class Candidate:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._root = os.getcwd()
+        self._builds: set[tuple[int, ...]] = set()
         self._work = os.path.join(self._root, "work")
         self._native: Native | None = None
         self._model: Any = None
@@ -147,7 +148,7 @@ class Candidate:
         On a card whatever works there is seen by the profiler.
         """
         if self._device == "cpu":
-            libraries.watch(self._root, self._note_library)
+            libraries.watch(self._builds, self._note_library)
         tensor: Any = torch.Tensor
         for name in ("numpy", "__array__", "__dlpack__", "tolist"):
             original = getattr(tensor, name)
@@ -169,6 +170,7 @@ class Candidate:
             done = 0
             while done < size:
                 done += os.sendfile(file.fileno(), fd, done, size - done)
+        self._builds.add(libraries.mark(path))
         return path
 
     def _open_pool(self, device: str, pool: dict[str, Any], fds: list[int]) -> None:

@@ -14,16 +14,24 @@ _MEMORY = {"ctypes.cdata": "from_address", "ctypes.string_at": "string_at", "cty
 """Ways to read a tensor's memory that another library could work on."""
 
 
-def watch(root: str, note: Callable[[str], None]) -> None:
-    """Calls `note` with each library outside of `root` that is opened or asked for a function from now on, for good.
+def mark(path: str) -> tuple[int, ...]:
+    """What tells a file from one that was put in its place, or written anew."""
+    found = os.stat(path)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
-    What is opened below `root` is the candidate's own build. `None` as a library is all that this process has loaded,
-    PyTorch's own among them.
+
+def watch(builds: set[tuple[int, ...]], note: Callable[[str], None]) -> None:
+    """Calls `note` with each library that isn't one of `builds` and is opened or asked for a function from now on, for good.
+
+    `builds` are the marks of the candidate's own: a copy of another library in its folder is none. `None` as a library is all
+    that this process has loaded, PyTorch's own among them.
     """
-    inside = os.path.realpath(root) + os.sep
 
     def own(name: Any) -> bool:
-        return isinstance(name, str) and os.path.realpath(name).startswith(inside)
+        try:
+            return isinstance(name, str) and mark(name) in builds
+        except OSError:
+            return False
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
         if not event.startswith("ctypes."):

@@ -170,8 +170,11 @@ pub fn propose(task: &TaskSource, graph: &Graph, device: Device, facts: &Facts) 
     if layouts {
         let windows = lower::lower(graph, device, true)?;
         if windows.ir.vals.iter().map(|val| &val.def).ne(lowered.ir.vals.iter().map(|val| &val.def)) {
-            forms[0].label.get_or_insert("depthwise convolutions by the library");
-            forms.insert(0, form(&windows, Some("depthwise convolutions by windows"), false)?);
+            // Where they can't be written so, nothing is lost.
+            if let Ok(written) = form(&windows, Some("depthwise convolutions by windows"), false) {
+                forms[0].label.get_or_insert("depthwise convolutions by the library");
+                forms.insert(0, written);
+            }
         }
     }
     Ok(Proposal { forms })

@@ -10,7 +10,10 @@ use super::kept::{
     Seconds, Task, Usage,
 };
 use super::tally::Tally;
-use super::{Asking, Core, EpisodeEntry, JobEntry, MOST_CARRIED, MOST_KEYS, MOST_PENDING, MOST_STORED, Pod, Refused};
+use super::{
+    Asking, Core, EpisodeEntry, FINALS, JobEntry, MOST_CARRIED, MOST_KEYS, MOST_PENDING, MOST_SAID, MOST_STORED, Pod,
+    Refused,
+};
 
 /// An episode, as its pod needs to know it.
 #[derive(Clone, Debug, PartialEq)]
@@ -39,8 +42,18 @@ pub struct Ask {
 pub enum Wants {
     /// A new evaluation with its candidates.
     Evaluation(u64),
+    /// An episode's last judgement with its candidate: room is kept for it.
+    Final(u64),
     /// Lines of a trajectory.
     Lines(u64),
+}
+
+impl Wants {
+    /// An evaluation with candidates of so many bytes.
+    #[must_use]
+    pub const fn evaluation(op: Op, bytes: u64) -> Self {
+        if matches!(op, Op::Final) { Self::Final(bytes) } else { Self::Evaluation(bytes) }
+    }
 }
 
 /// How an evaluation stands.
@@ -181,6 +194,7 @@ impl Core {
             ending: None,
             began: now,
             stored: 0,
+            said: 0,
         };
         self.changes.push(Change::Episode(row.clone()));
         let entry = EpisodeEntry { row, void, pods, keys: BTreeMap::new() };
@@ -216,23 +230,28 @@ impl Core {
         if !Self::is_running(&entry.row) {
             return Err(Refused::Finished(pod.index));
         }
-        let (Wants::Evaluation(bytes) | Wants::Lines(bytes)) = wants;
-        if let Wants::Evaluation(bytes) = wants {
+        let (bytes, has, most) = match wants {
+            Wants::Evaluation(bytes) => (bytes, entry.row.stored, MOST_STORED),
+            Wants::Final(bytes) => (bytes, entry.row.stored, MOST_STORED + MOST_CARRIED),
+            Wants::Lines(bytes) => (bytes, entry.row.said, MOST_SAID),
+        };
+        if !matches!(wants, Wants::Lines(_)) {
             if job.state != JobState::Open {
                 return Err(Refused::Closed(job.name.clone()));
             }
             if bytes > MOST_CARRIED {
                 return Err(Refused::TooLarge(bytes));
             }
-            if entry.keys.len() >= MOST_KEYS {
+            let reserve = if matches!(wants, Wants::Final(_)) { FINALS } else { 0 };
+            if entry.keys.len() >= MOST_KEYS + reserve {
                 return Err(Refused::TooManyKeys(pod.index));
             }
             if entry.keys.values().filter(|a| a.state.pending()).count() >= MOST_PENDING {
                 return Err(Refused::TooMany);
             }
         }
-        if entry.row.stored.saturating_add(bytes) > MOST_STORED {
-            return Err(Refused::Budget { index: pod.index, stored: entry.row.stored, bytes });
+        if has.saturating_add(bytes) > most {
+            return Err(Refused::Budget { index: pod.index, stored: has, bytes, most });
         }
         Ok(())
     }
@@ -281,7 +300,7 @@ impl Core {
             self.admit(pod, Wants::Evaluation(0))?;
             return Err(Refused::UnknownKey(key.to_owned()));
         };
-        self.admit(pod, Wants::Evaluation(ask.bytes))?;
+        self.admit(pod, Wants::evaluation(ask.op, ask.bytes))?;
         let generation = self.store(pod, ask.bytes)?;
         let id = self.number();
         let row = Evaluation {
@@ -353,7 +372,7 @@ impl Core {
         for (tally, _) in fresh {
             entry.row.tally.merge(tally);
         }
-        entry.row.stored += bytes;
+        entry.row.said += bytes;
         entry.row.lines = kept + fresh.len() as u64;
         let (lines, generation) = (entry.row.lines, entry.row.generation);
         let row = entry.row.clone();

@@ -185,8 +185,10 @@ pub struct Episode {
     pub judged: Option<(u64, Judged)>,
     pub ending: Option<Ending>,
     pub began: Seconds,
-    /// Bytes of the candidates and lines that it has sent.
+    /// Bytes of the candidates that it has sent.
     pub stored: u64,
+    /// Bytes of its lines.
+    pub said: u64,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

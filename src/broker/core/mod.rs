@@ -67,8 +67,13 @@ impl Settings {
 pub const MOST_PENDING: usize = 64;
 /// Most evaluations of one episode at all: each of their keys is remembered for as long as it runs.
 pub const MOST_KEYS: usize = 4096;
-/// Most bytes that one episode may store: candidates and lines of its trajectory, each time that they are sent.
+/// So many more may be last judgements, for which room is kept.
+const FINALS: usize = 16;
+/// Most bytes of candidates that one episode may store, each time that they are sent.
 pub const MOST_STORED: u64 = 256 << 20;
+/// Most bytes of its trajectory's lines. With token ids a line has those of its whole context, up to 7 bytes each: this is enough
+/// for 1,000 turns of a million tokens that grow evenly.
+pub const MOST_SAID: u64 = 4 << 30;
 /// Most bytes of the candidates of one evaluation.
 pub const MOST_CARRIED: u64 = 48 << 20;
 /// An evaluation over which judges were lost this often is a fault: it may be what loses them.
@@ -130,8 +135,8 @@ pub enum Refused {
     TooManyKeys(u32),
     #[error("the evaluation carries {0} bytes of candidates; at most {MOST_CARRIED} are allowed")]
     TooLarge(u64),
-    #[error("episode {index} has stored {stored} bytes, and {bytes} more are too many; it may store {MOST_STORED}")]
-    Budget { index: u32, stored: u64, bytes: u64 },
+    #[error("episode {index} has stored {stored} bytes, and {bytes} more are too many; it may store {most}")]
+    Budget { index: u32, stored: u64, bytes: u64, most: u64 },
     #[error("lines from {first} on can't be added: {lines} lines are kept, number {lines} is the next")]
     Gap { first: u64, lines: u64 },
     #[error("the episode ended in other words before; an end is said once")]

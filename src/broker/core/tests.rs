@@ -3,7 +3,7 @@
 use super::kept::{EvaluationState, Job, JobState, Kept, Op};
 use super::simulation::{card, done, ending, job};
 use super::tally::Tally;
-use super::{Ask, Core, Granted, MOST_CARRIED, MOST_KEYS, MOST_STORED, Pod, Refused, Settings, Wake, Wants};
+use super::{Ask, Core, Granted, MOST_CARRIED, MOST_KEYS, MOST_SAID, MOST_STORED, Pod, Refused, Settings, Wake, Wants};
 
 /// Judges of one card, each with two slots, and a job with an episode for each of its tasks.
 struct Script {
@@ -387,18 +387,26 @@ fn what_an_episode_may_have_kept_is_bounded_and_refused_by_name() {
     assert_eq!(admit(&script, Wants::Evaluation(MOST_CARRIED)), Ok(()));
     let large = admit(&script, Wants::Evaluation(MOST_CARRIED + 1)).unwrap_err();
     assert_eq!(large, Refused::TooLarge(MOST_CARRIED + 1));
-    // Lines and candidates go into one budget, also over a restart.
-    script.core.append(&pod, 0, &[(Tally::default(), MOST_STORED - 10)], 1.0).unwrap();
+    // Lines have a budget of their own, also over a restart.
+    script.core.append(&pod, 0, &[(Tally::default(), MOST_SAID - 10)], 1.0).unwrap();
     script.ask(0, 1.0);
     script.restart(1.0, 0.0);
-    assert_eq!(admit(&script, Wants::Lines(9)), Ok(()));
-    let (stored, bytes) = (MOST_STORED - 9, 10);
-    assert_eq!(admit(&script, Wants::Lines(10)), Err(Refused::Budget { index: 0, stored, bytes }));
-    let over = script.core.append(&pod, 1, &[(Tally::default(), 10)], 2.0);
-    assert_eq!(over, Err(Refused::Budget { index: 0, stored, bytes }));
+    assert_eq!(admit(&script, Wants::Lines(10)), Ok(()));
+    let full = |stored, bytes, most| Err(Refused::Budget { index: 0, stored, bytes, most });
+    assert_eq!(admit(&script, Wants::Lines(11)), full(MOST_SAID - 10, 11, MOST_SAID));
+    let over = script.core.append(&pod, 1, &[(Tally::default(), 11)], 2.0);
+    assert_eq!(over, Err(Refused::Budget { index: 0, stored: MOST_SAID - 10, bytes: 11, most: MOST_SAID }));
     // What is kept already costs nothing again, and another episode has a budget of its own.
-    assert!(script.core.append(&pod, 0, &[(Tally::default(), MOST_STORED - 10)], 2.0).is_ok());
-    assert_eq!(script.core.admit(&script.pod(1), Wants::Lines(MOST_STORED)), Ok(()));
+    assert!(script.core.append(&pod, 0, &[(Tally::default(), MOST_SAID - 10)], 2.0).is_ok());
+    assert_eq!(script.core.admit(&script.pod(1), Wants::Lines(MOST_SAID)), Ok(()));
+    // So have candidates, of which the last one has room kept for it.
+    for key in 0..MOST_STORED / MOST_CARRIED {
+        let ask = Ask { op: Op::Compile, candidates: vec!["c".into()], bytes: MOST_CARRIED };
+        script.core.evaluate(&pod, &format!("large {key}"), Some(ask), 3.0).unwrap();
+    }
+    let refused = admit(&script, Wants::Evaluation(MOST_CARRIED));
+    assert!(matches!(refused, Err(Refused::Budget { most: MOST_STORED, .. })), "{refused:?}");
+    assert_eq!(admit(&script, Wants::Final(MOST_CARRIED)), Ok(()));
 }
 
 #[test]
@@ -426,6 +434,7 @@ fn an_episode_asks_for_so_many_evaluations_and_no_more() {
         script.complete(0, lease, 0.0);
     }
     assert_eq!(script.core.admit(&script.pod(0), Wants::Evaluation(0)), Err(Refused::TooManyKeys(0)));
+    assert_eq!(script.core.admit(&script.pod(0), Wants::evaluation(Op::Final, 0)), Ok(()));
     // Keys that are known are answered.
     let asked = script.core.evaluate(&script.pod(0), "1", None, 0.0).unwrap();
     assert_eq!(asked.state, EvaluationState::Done);

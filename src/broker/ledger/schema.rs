@@ -55,7 +55,8 @@ pub(super) const MIGRATIONS: [&str; 5] = [
     // Virtual times outlive a broker, and so does which askings a judge waits for no longer; what an episode stores is bounded.
     "ALTER TABLE shares ADD COLUMN within REAL;
      ALTER TABLE judges ADD COLUMN asked INTEGER NOT NULL DEFAULT 0;
-     ALTER TABLE episodes ADD COLUMN stored INTEGER NOT NULL DEFAULT 0;",
+     ALTER TABLE episodes ADD COLUMN stored INTEGER NOT NULL DEFAULT 0;
+     ALTER TABLE episodes ADD COLUMN said INTEGER NOT NULL DEFAULT 0;",
 ];
 
 /// Brings a ledger to the newest schema, each step whole or not at all.

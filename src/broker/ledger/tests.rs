@@ -33,6 +33,7 @@ fn changes() -> Vec<Change> {
         ending: None,
         began: -3.5,
         stored: 77,
+        said: 78,
     };
     let lease = |id, state, ended| Lease {
         id,

@@ -238,7 +238,7 @@ impl Broker {
             let state = self.lock();
             let known = state.core.knows(pod, key);
             if !known {
-                state.core.admit(pod, Wants::Evaluation(bytes)).map_err(|e| status(&e))?;
+                state.core.admit(pod, Wants::evaluation(op, bytes)).map_err(|e| status(&e))?;
             }
             known
         };

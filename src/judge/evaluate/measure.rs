@@ -222,12 +222,16 @@ fn measure_block(
             evidence.out_of_memory("the reference");
         }
     }
-    // Beside others' work a clock says what they do.
     if budget.alone
-        && evidence.measurement != Some(Measurement::Shared)
         && let Some(why) = subject.apart(timing::mean(&candidate_us))?
     {
-        return Ok(Some(why));
+        if evidence.measurement != Some(Measurement::Shared) {
+            return Ok(Some(why));
+        }
+        // Beside others' work a clock says what they do, too: a person may look, once.
+        if evidence.audit.is_empty() {
+            evidence.audit.push(why);
+        }
     }
     if subject.summed() {
         // Work can be moved from one call to another, not out of their sum.

@@ -235,11 +235,13 @@ pub(super) fn finish(session: &mut Session, ready: Ready, effort: Effort, more: 
         stored = Some(entry);
     }
     let done = steps(session, &made, effort, more, &mut evidence);
+    // Against a reference that found no memory for its graph a speedup says too much: nothing is to come of it later.
+    let short = evidence.short;
     let fresh = ended(session, done, grade, evidence, seconds + start.elapsed().as_secs_f64())?;
     let Some((_, key)) = known else { return Ok(fresh) };
     let (verdict, keep) = match stored {
         None => {
-            let keep = fresh.counts();
+            let keep = fresh.counts() && !short;
             (fresh, keep)
         }
         Some(entry) => entry.against(&places, fresh),

@@ -585,7 +585,11 @@ impl<'a> Process<'a> {
             other => other,
         })?);
         snapshot(session, 0, 0, &traced.outputs, &traced.structure)?;
-        tell(session, &json!({"op": "returned", "slot": 0}))?;
+        let left = tell(session, &json!({"op": "returned", "slot": 0}))?;
+        // Of inputs that each call changes the last one returns what nobody computed for comparison.
+        if left.body["repeats"].as_bool() == Some(false) {
+            return Ok(());
+        }
         decided(session, 0, None, "the calls that the profiler saw")
     }
 

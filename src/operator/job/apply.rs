@@ -361,9 +361,12 @@ pub async fn close(context: &Context, job: &Leaving) -> Result<bool, Error> {
         // The Job is there for as long as a pod of it is.
         remove(context, job.namespace(), batch, PropagationPolicy::Foreground).await?;
     }
+    // Each is told, also where another one can't be.
+    let mut told = Ok(());
     for pool in &job.pools {
-        context.brokers.close_job(pool, job.uid(), false).await?;
+        told = told.and(context.brokers.close_job(pool, job.uid(), false).await);
     }
+    told?;
     Ok(batch.is_some())
 }
 
