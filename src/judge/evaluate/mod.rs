@@ -241,12 +241,12 @@ pub(super) fn finish(session: &mut Session, ready: Ready, effort: Effort, more: 
     let Some((_, key)) = known else { return Ok(fresh) };
     let (verdict, keep) = match stored {
         None => {
-            let keep = fresh.counts() && !short;
+            let keep = fresh.counts();
             (fresh, keep)
         }
         Some(entry) => entry.against(&places, fresh),
     };
-    if keep {
+    if keep && !short {
         fixed.judge.cache.put(remember::KIND, &key, &Entry::new(&verdict, &places));
     }
     Ok(verdict)
