@@ -330,7 +330,27 @@ def scale(evidence: dict[str, Any]) -> list[str]:
     ]
 
 
+def broker(evidence: dict[str, Any]) -> list[str]:
+    """What the broker can carry."""
+    r = evidence["result"]
+    grant = r["grant_us"]
+    return [
+        "## The broker",
+        "",
+        f"`{evidence['command']}` at `{evidence['commit'][:12]}`, a {evidence['build']} build. {evidence['machine']}. A broker as "
+        f"pods find it, over TLS, its ledger on disk; {r['agents']} agents that ask one thing after another and {r['judges']} "
+        f"judges of {r['slots']} slots that answer at once run on the same cores.",
+        "",
+        "| | | target |",
+        "|---|---|---|",
+        f"| evaluations a second | {r['evaluations_a_second']:,.0f} | 2,000 |",
+        f"| from asking to the arrival at a free judge, median | {grant['median'] / 1000:.1f} ms | |",
+        f"| the same, 99th percentile of {grant['count']:,} | {grant['p99'] / 1000:.1f} ms | under 10 ms |",
+    ]
+
+
 WRITERS = {
+    "broker": broker,
     "policy": policy,
     "smoke": smoke,
     "selftest": selftest,

@@ -1,6 +1,7 @@
 //! Evaluations a second through a real broker over TLS with stub judges and agents, and how long a free judge is waited for.
 //!
-//! `cargo bench --bench broker [-- SECONDS]`. Clients run in this process, on the same cores as the broker.
+//! `cargo bench --bench broker [-- SECONDS [FILE]]`: FILE, such as docs/evidence/broker.json, gets the figures with commit and
+//! machine. Clients run in this process, on the same cores as the broker.
 
 #![allow(clippy::unwrap_used, clippy::panic)]
 
@@ -54,7 +55,9 @@ fn evaluate(key: u64, text: String) -> EvaluateRequest {
 
 #[tokio::main]
 async fn main() {
-    let seconds = std::env::args().skip(1).find_map(|a| a.parse::<f64>().ok()).unwrap_or(10.0);
+    // Cargo adds an option of its own.
+    let said: Vec<String> = std::env::args().skip(1).filter(|a| !a.starts_with("--")).collect();
+    let seconds = said.first().map_or(10.0, |text| text.parse::<f64>().unwrap());
     let broker = Broker::start(&[]);
     broker.ready().await;
     broker.operator().put_job(tokio_stream::iter(job("j", AGENTS, 1))).await.unwrap();
@@ -121,4 +124,28 @@ async fn main() {
     #[expect(clippy::cast_precision_loss, reason = "a count of seconds' work")]
     let rate = count as f64 / elapsed;
     println!("{rate:.0} evaluations/s with {AGENTS} agents and {JUDGES} judges of {SLOTS} slots");
+    if let Some(file) = said.get(1) {
+        let result = json!({
+            "evaluations_a_second": rate, "agents": AGENTS, "judges": JUDGES, "slots": SLOTS, "seconds": elapsed,
+            "grant_us": {"median": share(50).as_micros(), "p99": share(99).as_micros(), "count": waits.len()},
+        });
+        evidence(file, &result);
+    }
+}
+
+/// Writes what was measured where and with what; `file` is from the repository's root.
+fn evidence(file: &str, result: &serde_json::Value) {
+    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
+    let git = std::process::Command::new("git").args(["rev-parse", "HEAD"]).current_dir(root).output().unwrap();
+    let memory = std::fs::read_to_string("/proc/meminfo").unwrap();
+    let kib: u64 = memory.split_whitespace().nth(1).unwrap().parse().unwrap();
+    let evidence = json!({
+        "stage": "broker",
+        "command": "cargo bench --bench broker -- 10 docs/evidence/broker.json",
+        "commit": String::from_utf8(git.stdout).unwrap().trim(),
+        "build": if cfg!(debug_assertions) { "debug" } else { "release" },
+        "machine": format!("{} cores, {} GiB", std::thread::available_parallelism().unwrap(), kib >> 20),
+        "result": result,
+    });
+    std::fs::write(root.join(file), serde_json::to_string_pretty(&evidence).unwrap() + "\n").unwrap();
 }
