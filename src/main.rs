@@ -468,7 +468,10 @@ fn inner_role() -> Option<ExitCode> {
         sandbox::client::COMMAND => return Some(sandbox::keeper::main()),
         runner::cuda::facts::COMMAND => return Some(runner::cuda::facts::main()),
         runner::cuda::selftest::COMMAND => {
-            return Some(runner::cuda::selftest::main(arguments.get(1..).unwrap_or_default()));
+            // Where PyTorch isn't found either, the checks that need a library say so.
+            let found =
+                kernelfleet::local::environment::discover().map(|e| e.toolchain.libraries.named()).unwrap_or_default();
+            return Some(runner::cuda::selftest::main(found));
         }
         _ => return None,
     };

@@ -1,8 +1,8 @@
 //! Many candidates of one task on a card: recorded and built beside each other while those before them are judged.
 //!
 //! Knows how many are built at once and what is judged next. Must not know what an evaluation does. One is judged at a
-//! time: what takes longest beside a measurement is the context of the next runner, which the driver makes one after
-//! another anyway, and sessions beside each other were no faster (`docs/measuring.md`, "Measured").
+//! time, and the next one in the same runner where it was accepted: what takes longest is a context, which the driver makes
+//! one after another anyway, so that sessions beside each other were no faster (`docs/measuring.md`, "Measured").
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -44,7 +44,7 @@ impl Session {
         let (sender, receiver) = sync_channel(builds);
         let (next, leash) = (AtomicUsize::new(0), Leash::current());
         let (fixed, next, leash) = (&fixed, &next, &leash);
-        std::thread::scope(|scope| {
+        let ended = std::thread::scope(|scope| {
             for _ in 0..builds {
                 let sender = sender.clone();
                 scope.spawn(move || {
@@ -63,6 +63,9 @@ impl Session {
                 told(index, evaluate::finish(self, ready, effort, judged + 1 < candidates.len())?);
             }
             Ok(())
-        })
+        });
+        // No candidate of another request follows in it.
+        self.worn = None;
+        ended
     }
 }

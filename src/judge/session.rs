@@ -420,6 +420,8 @@ pub struct Session {
     pub(super) helper: Option<Forked>,
     /// The next candidate's runner, started ahead.
     pub(super) spare: Option<evaluate::ahead::Spare>,
+    /// The runner of the last candidate of a batch, for the next one.
+    pub(super) worn: Option<evaluate::ahead::Worn>,
     #[expect(dead_code, reason = "held for its end")]
     reserved: Option<Reservation>,
     pub(super) baseline: Option<Baseline>,
@@ -688,6 +690,7 @@ impl Judge {
             slots: 1,
             helper: None,
             spare: None,
+            worn: None,
             reserved,
             baseline,
             compiled: false,

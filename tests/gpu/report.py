@@ -217,6 +217,12 @@ def batch(evidence: dict[str, Any]) -> list[str]:
             f"| {row['which']} | {row['verdicts']} | {row['correct']} | {row['seconds']:.1f} | {row['verdicts_a_second']:.2f} | "
             f"{statistics.median(between):.2f} | {max(between):.2f} | {phases['held']:.2f} | {phases['correct']:.2f} |"
         )
+    if mixed := evidence["result"].get("mixed"):
+        said = ", ".join(row["code"] or "accepted" for row in mixed)
+        text += [
+            "",
+            f"Candidates that are wrong or break their context among others got the verdicts that are theirs: {said}.",
+        ]
     return text
 
 

@@ -357,6 +357,11 @@ extern "C" __global__ void chain(const float* __restrict__ x, float* __restrict_
     }}
 }}
 """
+# What a candidate of the batch between accepted ones does, and the code that it is refused with.
+BATCH_BREAKS = {
+    "mismatch": ("if (i < n) y[i] = one(x[i]);", "if (i < n) y[i] = i == 77777 ? 0.0f : one(x[i]);"),
+    "illegal_access": ("if (i < n) y[i] = one(x[i]);", "if (i < n) y[i + (i == 77777) * (1ll << 40)] = one(x[i]);"),
+}
 BATCH_FORMS = (
     "tanhf(0.5f * v * (1.0f + erff(v * 0.70710678118654752f)))",
     "tanhf(v * normcdff(v))",
@@ -368,15 +373,28 @@ def batch(tasks: Path) -> dict[str, Any]:
     """Verdicts a second of a batch of 60 candidates of a small task, all different: once with everything to be built, then
     with builds and baselines cached, every candidate judged in full all the same."""
     folder = WORK / "batch"
-    (folder / "candidates").mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     task = (ROOT / "tests/gpu/candidates/gelu_chain/task.py").read_text()
     (folder / "task.py").write_text(task.replace("torch.randn(4096, 8192)", "torch.randn(512, 1024)"))
-    for number, (block, each, form) in enumerate(product((64, 128, 256, 512, 1024), (1, 2, 4, 8), BATCH_FORMS)):
-        candidate = folder / "candidates" / f"c{number:02}"
+
+    def lay(candidate: Path, block: int, each: int, kernel: str) -> None:
         (candidate / "kernels").mkdir(parents=True, exist_ok=True)
         (candidate / "model_new.py").write_text(BATCH_MODEL.format(block=block, each=each))
-        (candidate / "kernels/chain.cu").write_text(BATCH_KERNEL.format(block=block, each=each, form=form))
-    arguments = ["judge", "--task", str(folder / "task.py"), "--batch", str(folder / "candidates"), "--device", "cuda"]
+        (candidate / "kernels/chain.cu").write_text(kernel)
+
+    kernels = [
+        (block, each, BATCH_KERNEL.format(block=block, each=each, form=form))
+        for block, each, form in product((64, 128, 256, 512, 1024), (1, 2, 4, 8), BATCH_FORMS)
+    ]
+    for number, (block, each, kernel) in enumerate(kernels):
+        lay(folder / "candidates" / f"c{number:02}", block, each, kernel)
+    # One that is wrong and one that breaks its context among others: each gets its own verdict.
+    breaks = [None, None, *BATCH_BREAKS, None, *BATCH_BREAKS, None]
+    for number, (what, (block, each, kernel)) in enumerate(zip(breaks, kernels[24:], strict=False)):
+        name = f"{number:02}-{what or 'accepted'}"
+        lay(folder / "mixed" / name, block, each, kernel.replace(*BATCH_BREAKS[what]) if what else kernel)
+    judge = ["judge", "--task", str(folder / "task.py"), "--device", "cuda", "--no-cache", "-o", "json", "--batch"]
+    arguments = [*judge, str(folder / "candidates")]
     rows: list[dict[str, Any]] = []
     about: dict[str, Any] = {}
     start = time.monotonic()
@@ -386,7 +404,7 @@ def batch(tasks: Path) -> dict[str, Any]:
         left = SECONDS - (time.monotonic() - start)
         if left < 60:
             continue
-        status, out, err, seconds = command([*arguments, "--no-cache", "-o", "json"], left)
+        status, out, err, seconds = command(arguments, left)
         verdicts = [line["verdict"] for line in json.loads(out)] if out.strip().startswith("[") else []
         said = [re.match(r"(\S+)\s.*judged", re.sub(r"\x1b\[[0-9;]*m", "", line)) for line in err.splitlines()]
         times = sorted(datetime.fromisoformat(found[1]).timestamp() for found in said if found)
@@ -414,7 +432,17 @@ def batch(tasks: Path) -> dict[str, Any]:
         )
         print(which, status, f"{seconds:.1f} s", len(verdicts), rows[-1]["verdicts_a_second"], err[-300:], flush=True)
     del os.environ["KERNELFLEET_LOG"]
-    return {"rows": rows} | about
+    status, out, err, seconds = command([*judge, str(folder / "mixed")], max(SECONDS - (time.monotonic() - start), 60))
+    mixed = [
+        {
+            "candidate": line["candidate"],
+            "correct": line["verdict"]["correct"],
+            "code": (line["verdict"]["reason"] or {}).get("code"),
+        }
+        for line in (json.loads(out) if out.strip().startswith("[") else [])
+    ]
+    print("mixed", status, f"{seconds:.1f} s", mixed, err[-500:], flush=True)
+    return {"rows": rows, "mixed": mixed} | about
 
 
 def library(tasks: Path) -> dict[str, Any]:
@@ -554,6 +582,15 @@ def counters(tasks: Path) -> dict[str, Any]:
     return {"rows": rows}
 
 
+def selftest(tasks: Path) -> dict[str, Any]:
+    """The runner's own checks on this card: what it does to buffers, modules, graphs and libraries, without a judge."""
+    status, out, err, seconds = command(["selftest-cuda"], SECONDS)
+    lines = [line.split(None, 1) for line in out.splitlines() if not line.startswith(" ")]
+    by = {word: [rest for first, rest in lines if first == word] for word in ("ok", "skipped", "FAILED")}
+    print(out, err[-2000:], status, f"{seconds:.1f} s", flush=True)
+    return {"passed": by["ok"], "skipped": by["skipped"], "failed": by["FAILED"], "status": status}
+
+
 def cluster(tasks: Path) -> dict[str, Any]:
     """The operator on a cluster of this machine with a pool of its card (`tests/gpu/cluster`): two jobs, then local mode."""
     sys.path.insert(0, str(ROOT / "tests/gpu/cluster"))
@@ -568,6 +605,8 @@ def wrong(stage: str, result: dict[str, Any]) -> list[str]:
     rows = result.get("rows", [])
     if stage == "smoke":
         return [row["case"] for row in rows if not right(row["case"].startswith("hostile"), row["verdict"])]
+    if stage == "selftest":
+        return result["failed"] + ["nothing passed"] * (not result["passed"])
     if stage == "check":
         codes = [(row["path"], refusal["code"]) for row in rows for refusal in row["refusals"]]
         return [path for path, code in codes if code == "fault"]
@@ -583,9 +622,11 @@ def wrong(stage: str, result: dict[str, Any]) -> list[str]:
     if stage == "repeat":
         return [row["task"] for row in rows if row["cv"] > SPREAD[row["time_us"] < SPREAD_US]]
     if stage == "batch":
-        return [
+        short = [
             row["which"] for row in rows if row["status"] or row["correct"] < row["verdicts"] or not row["verdicts"]
         ]
+        unlike = [m for m in result["mixed"] if not m["candidate"].endswith(m["code"] or "accepted")]
+        return short + [str(m) for m in unlike] + ["mixed"] * (not result["mixed"])
     if stage == "library":
         return [row["case"] for row in rows if row["reward"] in (None, -1)]
     if stage == "cluster":
@@ -600,6 +641,7 @@ def right(hostile: bool, verdict: dict[str, Any] | None) -> bool:
 
 
 STAGES = {
+    "selftest": selftest,
     "smoke": smoke,
     "cluster": cluster,
     "counters": counters,

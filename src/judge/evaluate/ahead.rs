@@ -1,7 +1,8 @@
 //! The next runner, made ahead: a process and its context on a card take longer than most evaluations' other steps.
 //!
 //! Knows when one may be started and that it must not disturb a measurement. Must not know what will run in it. It is
-//! confined before its program starts, as any other, and serves one candidate.
+//! confined before its program starts, as any other, and serves one candidate; in a batch, where all are one caller's,
+//! a card's serves the next one too, unless the last one was refused (`docs/measuring.md`, "Run").
 
 use std::sync::Arc;
 
@@ -9,7 +10,7 @@ use super::Stop;
 use super::run::RUNNER;
 use crate::judge::runner::client::Runner;
 use crate::judge::session::{Error, Judge, Session, Slice};
-use crate::judge::{confinement, process};
+use crate::judge::{Device, confinement, process};
 
 /// A runner that waits for its candidate. While somebody measures it is stopped, whatever it is at.
 #[derive(Debug)]
@@ -44,6 +45,28 @@ impl Spare {
     }
 }
 
+/// A card's runner whose plan was judged and is gone: the next candidate of its batch may follow.
+#[derive(Debug)]
+pub(in crate::judge) struct Worn {
+    runner: Runner,
+    isolation: Vec<String>,
+}
+
+/// A runner for a candidate.
+pub(super) struct Taken {
+    pub(super) runner: Runner,
+    pub(super) isolation: Vec<String>,
+    /// Another candidate was there before.
+    pub(super) worn: bool,
+}
+
+/// Keeps a card's runner, whose candidate was accepted, for the next one of the batch.
+pub(super) fn keep(session: &mut Session, mut runner: Runner, isolation: Vec<String>) {
+    if session.fixed.judge.options.device == Device::Cuda && runner.unload(RUNNER).is_ok() {
+        session.worn = Some(Worn { runner, isolation });
+    }
+}
+
 /// A confined runner, and what confines it.
 fn start(judge: &Judge, beside_helper: bool) -> Result<(Runner, Vec<String>), Stop> {
     let fault = |what: &str, e: &dyn std::fmt::Display| Stop::Error(Error::Fault(format!("{what}: {e}")));
@@ -72,14 +95,18 @@ pub(in crate::judge) fn prepare(session: &mut Session) {
     }
 }
 
-/// The runner for a candidate: the one that waits, if it is well, or a new one. Beside a library helper it is always a
-/// new one, since its environment differs.
-pub(super) fn take(session: &mut Session, beside_helper: bool) -> Result<(Runner, Vec<String>), Stop> {
+/// The runner for a candidate: the one that the last of its batch has left, the one that waits, if it is well, or a new
+/// one. Beside a library helper it is always a new one, since its environment differs.
+pub(super) fn take(session: &mut Session, beside_helper: bool) -> Result<Taken, Stop> {
+    if let Some(Worn { runner, isolation }) = session.worn.take() {
+        return Ok(Taken { runner, isolation, worn: true });
+    }
     if let Some(Spare { mut runner, isolation, waiting }) = session.spare.take() {
         drop(waiting);
         if !beside_helper && runner.hello(RUNNER).is_ok() {
-            return Ok((runner, isolation));
+            return Ok(Taken { runner, isolation, worn: false });
         }
     }
-    start(&session.fixed.judge, beside_helper)
+    let (runner, isolation) = start(&session.fixed.judge, beside_helper)?;
+    Ok(Taken { runner, isolation, worn: false })
 }

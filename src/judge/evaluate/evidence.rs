@@ -16,7 +16,7 @@ use crate::judge::verdict::{Against, Interval, LaunchEvidence, Measurement};
 use crate::plan::{self, Library, Op, Plan};
 
 /// What is known of the candidate so far; becomes the verdict whatever happens.
-#[derive(Default)]
+#[derive(Clone, Default)]
 pub(super) struct Evidence {
     pub(super) phases: BTreeMap<String, f64>,
     pub(super) isolation: BTreeSet<String>,

@@ -102,9 +102,10 @@ pub(super) fn load_plan(
     more: bool,
     evidence: &mut Evidence,
 ) -> Result<Run, Stop> {
-    let (runner, isolation) = ahead::take(session, needs_helper(session, &recording.plan))?;
+    let ahead::Taken { runner, isolation, worn } = ahead::take(session, needs_helper(session, &recording.plan))?;
     evidence.isolation.extend(isolation);
-    if more {
+    // Beside one that is to serve the next candidate too, one is enough: for when this candidate is refused.
+    if more && !worn {
         ahead::prepare(session);
     }
     load_into(session, runner, recording, images)

@@ -3,6 +3,7 @@
 //! Knows what correctness and measurement ask of either. Must not know how they do it, nor what follows from it.
 
 use super::Stop;
+use super::ahead;
 use super::constants;
 use super::correct::clocked;
 use super::evidence::{self, Evidence};
@@ -67,6 +68,8 @@ pub(super) trait Subject {
     fn summed(&self) -> bool;
     /// Bytes that a run must write.
     fn output_bytes(&self) -> u64;
+    /// Ends, and leaves what the next candidate of a batch may use.
+    fn leave(self: Box<Self>, _: &mut Session, _: &Evidence) {}
 }
 
 /// A plan that is loaded in a runner.
@@ -178,6 +181,10 @@ impl Subject for Planned<'_> {
         let plan = &self.recording.plan;
         let outputs: std::collections::BTreeSet<usize> = plan.outputs.iter().map(|o| o.buffer).collect();
         outputs.iter().map(|o| plan.buffers[*o].bytes).sum()
+    }
+
+    fn leave(self: Box<Self>, session: &mut Session, evidence: &Evidence) {
+        ahead::keep(session, self.run.runner, evidence.isolation.iter().cloned().collect());
     }
 }
 

@@ -271,6 +271,15 @@ impl Runner {
         }
     }
 
+    /// CUDA: ends the plan, so that another can be loaded into the same context; what its device code could have written
+    /// over is made anew.
+    ///
+    /// # Errors
+    /// As [`Error`]; then the process is of no use any more.
+    pub fn unload(&mut self, timeout: Duration) -> Result<(), Error> {
+        self.ask::<Value>("unload", json!({}), &[], timeout).map(|_| ())
+    }
+
     /// CUDA: copies the derived constants of another parameter set in. On the CPU write `Loaded::constants`
     /// instead ([`write_constants`]).
     ///

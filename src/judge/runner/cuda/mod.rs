@@ -107,13 +107,20 @@ impl Cuda {
             }
             "load" => {
                 if self.loaded.is_some() {
-                    return Err(Fault::new("request", "a plan is loaded already; an evaluation is a process"));
+                    return Err(Fault::new("request", "a plan is loaded already; `unload` it first"));
                 }
                 let request: Load = parse(body)?;
                 let (loaded, launches) = Loaded::new(bench, request, fds, std::mem::take(&mut self.waiting))?;
                 let reply = loaded.exports(&launches)?;
                 self.loaded = Some(loaded);
                 Ok(reply)
+            }
+            "unload" => {
+                bench.context.wait("ending the last plan")?;
+                self.loaded = None;
+                self.waiting.clear();
+                bench.renew()?;
+                Ok(Reply::default())
             }
             "constants" => {
                 let constants: Constants = parse(body)?;
@@ -182,12 +189,29 @@ struct Bench {
     empty: Graph,
     flush: Private,
     sink: Private,
-    noise: sys::CUfunction,
+    noise: Noise,
+    step: u64,
+    context: Context,
+}
+
+/// The kernels that overwrite memory.
+struct Noise {
+    fill: sys::CUfunction,
     scrub: sys::CUfunction,
     scrub_bytes: u32,
     _module: Module,
-    step: u64,
-    context: Context,
+}
+
+impl Noise {
+    fn new(context: &Context) -> Result<Self, Fault> {
+        let module = Module::load(include_bytes!("noise.ptx"), "loading the noise kernels")?;
+        let (fill, scrub) = (module.function("kernelfleet_noise")?, module.function("kernelfleet_scrub")?);
+        let scrub_bytes = context.info.shared_memory_per_block_optin;
+        let which = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        // SAFETY: `scrub` belongs to the module loaded above; it has no static shared memory.
+        check(unsafe { sys::cuFuncSetAttribute(scrub, which, scrub_bytes) }, "asking for all shared memory")?;
+        Ok(Self { fill, scrub, scrub_bytes: u32::try_from(scrub_bytes).unwrap_or(0), _module: module })
+    }
 }
 
 /// What noise looks like (`noise.cu`).
@@ -213,24 +237,24 @@ impl Kind {
 impl Bench {
     fn new() -> Result<Self, Fault> {
         let context = Context::new()?;
-        let module = Module::load(include_bytes!("noise.ptx"), "loading the noise kernels")?;
-        let (noise, scrub) = (module.function("kernelfleet_noise")?, module.function("kernelfleet_scrub")?);
-        let scrub_bytes = context.info.shared_memory_per_block_optin;
-        let which = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-        // SAFETY: `scrub` belongs to the module loaded above; it has no static shared memory.
-        check(unsafe { sys::cuFuncSetAttribute(scrub, which, scrub_bytes) }, "asking for all shared memory")?;
         let l2 = u64::try_from(context.info.l2_cache_size).unwrap_or(0);
         Ok(Self {
             empty: Graph::capture(&context, || Ok(()))?,
             flush: Private::new((2 * l2).max(32 << 20))?,
             sink: Private::new(256)?,
-            noise,
-            scrub,
-            scrub_bytes: u32::try_from(scrub_bytes).unwrap_or(0),
-            _module: module,
+            noise: Noise::new(&context)?,
             step: granularity(context.device)?,
             context,
         })
+    }
+
+    /// Makes everything anew that device code of a plan could have written over: the next plan meets none of it.
+    fn renew(&mut self) -> Result<(), Fault> {
+        self.empty = Graph::capture(&self.context, || Ok(()))?;
+        self.noise = Noise::new(&self.context)?;
+        self.sink = Private::new(self.sink.bytes)?;
+        self.flush = Private::new(self.flush.bytes)?;
+        Ok(())
     }
 
     fn launch(
@@ -269,15 +293,15 @@ impl Bench {
         let (mut address, mut words, mut seed, mut kind) = (address, bytes / 4, seed, kind.0);
         let args = [(&raw mut address).cast(), (&raw mut words).cast(), (&raw mut seed).cast(), (&raw mut kind).cast()];
         let blocks = u32::try_from(words.div_ceil(256)).unwrap_or(u32::MAX).clamp(1, self.multiprocessors() * 16);
-        self.launch(self.noise, blocks, 0, args)
+        self.launch(self.noise.fill, blocks, 0, args)
     }
 
     /// Overwrites shared memory of every multiprocessor: a block takes all of it, and there are enough blocks
     /// that none stays without.
     fn scrub_shared(&self, seed: u32) -> Result<(), Fault> {
-        let (mut sink, mut words, mut seed) = (self.sink.address, self.scrub_bytes / 4, seed);
+        let (mut sink, mut words, mut seed) = (self.sink.address, self.noise.scrub_bytes / 4, seed);
         let args = [(&raw mut sink).cast(), (&raw mut words).cast(), (&raw mut seed).cast(), std::ptr::null_mut()];
-        self.launch(self.scrub, self.multiprocessors() * 4, self.scrub_bytes, args)
+        self.launch(self.noise.scrub, self.multiprocessors() * 4, self.noise.scrub_bytes, args)
     }
 
     /// One sample of `graph`. L2 is flushed on the stream just before, so that the device is busy while the

@@ -32,10 +32,9 @@ const SOON: Duration = Duration::from_secs(60);
 type Outcome = Result<(), String>;
 type Check = fn(&Bed) -> Outcome;
 
-/// Runs every check and prints a line each. `args` are `name=path` of libraries.
-pub fn main(args: &[String]) -> ExitCode {
-    let libraries: BTreeMap<String, String> =
-        args.iter().filter_map(|a| a.split_once('=')).map(|(k, v)| (k.to_owned(), v.to_owned())).collect();
+/// Runs every check and prints a line each. `libraries`: their paths by the names that a runner knows.
+#[must_use]
+pub fn main(libraries: BTreeMap<String, String>) -> ExitCode {
     let program = match std::env::current_exe() {
         Ok(program) => program,
         Err(error) => {
@@ -50,7 +49,7 @@ pub fn main(args: &[String]) -> ExitCode {
             return ExitCode::FAILURE;
         }
     };
-    let checks: [(&str, Check); 17] = [
+    let checks: [(&str, Check); 18] = [
         ("the card is described and copies at its rate", card),
         ("inputs, parameters and constants are read, the output written, slot by slot", slots),
         ("constants can be replaced and snapshots taken", constants),
@@ -61,6 +60,7 @@ pub fn main(args: &[String]) -> ExitCode {
         ("a launch in clusters runs where the card has them", clusters),
         ("workspaces are full of noise before each sample", noise),
         ("device globals are reset by a reload", reload),
+        ("another plan can follow in the same process, and meets nothing of the first", another),
         ("an empty plan takes a few microseconds, and repeats agree", timing),
         ("profile and attribute see each node", profile),
         ("an illegal access is reported, attributed and final", illegal_access),
@@ -175,8 +175,11 @@ impl Bed {
     }
 
     fn try_stage(&self, plan: &Plan, data: &Data<'_>) -> Result<Stage, Error> {
+        self.stage_in(self.start()?, plan, data)
+    }
+
+    fn stage_in(&self, mut runner: Runner, plan: &Plan, data: &Data<'_>) -> Result<Stage, Error> {
         let broken = |e: std::io::Error| Error::Io { doing: "making a test's buffers".into(), source: e };
-        let mut runner = self.start()?;
         let mut shared = Vec::new();
         let mut handed = Vec::new();
         let mut add = |values: &Vec<f32>| -> Result<usize, Fault> {
@@ -459,6 +462,43 @@ fn reload(bed: &Bed) -> Outcome {
     stage.runner.reload(SOON).map_err(text)?;
     stage.run(0)?;
     close(&stage.output(bed, 1)?, &[1.0], 0.0)
+}
+
+/// What one plan leaves (a global of its module, a larger workspace, other inputs) is not there for the next one, again and again.
+fn another(bed: &Bed) -> Outcome {
+    let count = Op::Launch(launch("st_count", 1, 1, vec![pointer(0)]));
+    let counting = plan(vec![(BufferKind::Workspace, 1)], vec![count]);
+    let mut stage = bed.stage(&counting, &Data { inputs: vec![vec![]], ..Data::default() })?;
+    let free = |stage: &mut Stage| stage.runner.device(SOON).map(|info| info.free_memory).map_err(text);
+    let mut at_first = None;
+    for round in 0..8 {
+        stage.run(0)?;
+        close(&stage.output(bed, 1)?, &[1.0], 0.0)?;
+        let Stage { mut runner, loaded, _shared: shared } = stage;
+        runner.unload(SOON).map_err(text)?;
+        match runner.run(0, 1, SOON) {
+            Err(Error::Refused(fault)) if fault.code == "request" => {}
+            other => return Err(format!("a run without a plan answers {other:?}")),
+        }
+        drop((loaded, shared));
+        let n = 1 << (16 + round);
+        let (x, w) = (ramp(n, 1.0), ramp(n, 0.5));
+        let want: Vec<f32> = x.iter().zip(&w).map(|(x, w)| 0.5 * x + w).collect();
+        let data = Data { inputs: vec![vec![x]], parameters: vec![("w", w)], ..Data::default() };
+        let mut second = bed.stage_in(runner, &axpy(n, BufferKind::Parameter("w".into())), &data).map_err(text)?;
+        second.run(0)?;
+        close(&second.output(bed, n)?, &want, 1e-6)?;
+        let Stage { mut runner, loaded, _shared: shared } = second;
+        runner.unload(SOON).map_err(text)?;
+        drop((loaded, shared));
+        let again = Data { inputs: vec![vec![]], ..Data::default() };
+        stage = bed.stage_in(runner, &counting, &again).map_err(text)?;
+        let left = free(&mut stage)?;
+        let first = *at_first.get_or_insert(left);
+        // A buffer that were kept would be 2 MiB at least, each round.
+        ensure(first.saturating_sub(left) < 8 << 20, || format!("{left} bytes are free after {first}"))?;
+    }
+    Ok(())
 }
 
 fn median(mut list: Vec<f64>) -> f64 {
