@@ -305,8 +305,9 @@ class Reference:
                 values.append(torch.empty_strided(meta.shape, meta.strides, dtype=meta.dtype, device=self.device))
         return Slot(owned, values)
 
-    def draw(self, slot: Slot, seed: int, kind: str, factor: float) -> bool:
-        """Fills a slot; False where the transform doesn't apply (the slot holds untransformed data)."""
+    def draw(self, slot: Slot, seed: int, kind: str, factor: float, wait: bool = True) -> bool:
+        """Fills a slot; False where the transform doesn't apply (the slot holds untransformed data). Without `wait` the device may
+        still be at it."""
         if kind == "mixed" and self.inputs.mixes is None:
             self.inputs.mixes = self._borne(slot)
         drawn = self.inputs.draw(seed)
@@ -327,7 +328,8 @@ class Reference:
         slot.drawn = True
         slot.pristine = {i: slot.inputs[i].clone() for i in self.written_inputs}
         slot.sums = [self._checksum(s.base) if s is not None else None for s in slot.shared]
-        self._sync()
+        if wait:
+            self._sync()
         return applicable
 
     def _borne(self, slot: Slot) -> tuple[str, ...]:
@@ -355,7 +357,7 @@ class Reference:
         for start in range(0, words.numel(), _WEIGHTS):
             part = words[start : start + _WEIGHTS]
             parts.append((part * self._sum_weights[: part.numel()]).sum())
-        return torch.stack(parts).cpu()
+        return torch.stack(parts)
 
     def sums(self, foreign: Foreign) -> list[int]:
         """Such sums of another process's buffer, taken where it lies; good for comparing two moments of one session."""

@@ -178,9 +178,15 @@ class Session:
     def draw(self, request: Message) -> Reply:
         """`draw`. Whether an untransformed set is finite is told by `check`; here it counts as finite, a mixed one too."""
         reference = self.reference
-        slot = reference.slot(request.get("slot", 0))
         transform = request.get("transform") or {"kind": "none"}
         kind = str(transform.get("kind", "none"))
+        if "slots" in request:
+            # Several at once: the device is waited for with the last.
+            slots, seeds = listed(request, "slots"), listed(request, "seeds")
+            for number, (index, seed) in enumerate(zip(slots, seeds, strict=True), 1):
+                reference.draw(reference.slot(index), int(seed), kind, 1.0, wait=number == len(slots))
+            return {}
+        slot = reference.slot(request.get("slot", 0))
         applicable = reference.draw(slot, integer(request, "seed"), kind, float(transform.get("factor") or 1.0))
         finite = reference.all_finite(slot) if applicable and kind not in ("none", "mixed") else True
         return {"finite": finite, "applicable": applicable}

@@ -42,6 +42,14 @@ pub(super) fn draw(session: &mut Session, slot: usize, transform: Transform) -> 
     Ok(yes("finite") && yes("applicable"))
 }
 
+/// Draws plain sets into several slots, each under a seed of its own.
+pub(super) fn draw_plain(session: &mut Session, slots: &[usize]) -> Result<(), Stop> {
+    let seeds = slots.iter().map(|_| secret_seed()).collect::<Result<Vec<_>, _>>()?;
+    let body = json!({"op": "draw", "slots": slots, "seeds": seeds, "transform": {"kind": PLAIN.kind}});
+    session.host.ask(&body, &[], MINUTES).map_err(|e| task_error(&session.fixed.task, e))?;
+    Ok(())
+}
+
 /// Times of the reference, microseconds, as the host took them.
 #[derive(Debug, Default)]
 pub(super) struct Timed {

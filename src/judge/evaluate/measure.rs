@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::json;
 
-use super::correct::{PLAIN, Timed, compare, draw, eager};
+use super::correct::{PLAIN, Timed, compare, draw, draw_plain, eager};
 use super::evidence::Evidence;
 use super::run::{RUNNER, Run};
 use super::subject::{Subject, on_cpu};
@@ -187,9 +187,7 @@ fn measure_block(
         let count = left.min(session.slots);
         left -= count;
         let slots: Vec<usize> = (0..count).collect();
-        for &slot in &slots {
-            draw(session, slot, PLAIN)?;
-        }
+        draw_plain(session, &slots)?;
         // The order alternates, so that neither side always has the warmer machine.
         let eager_first = (block + left).is_multiple_of(2);
         let mut baseline = None;
@@ -323,9 +321,7 @@ fn measure_compile(session: &mut Session, evidence: &mut Evidence) -> Result<Bas
     }
     // A slot may be timed more than once: what `torch.compile` makes keeps no memo.
     let slots: Vec<usize> = (0..12).map(|i| i % session.slots).collect();
-    for slot in 0..session.slots {
-        draw(session, slot, PLAIN)?;
-    }
+    draw_plain(session, &(0..session.slots).collect::<Vec<_>>())?;
     let mut compiled = Baseline::default();
     let pids = own(session);
     let load = cpu.then(|| load::Load::begin(&pids));

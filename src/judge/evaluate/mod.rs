@@ -212,6 +212,24 @@ pub(super) fn evaluate(session: &mut Session, candidate: &Candidate, effort: Eff
     finish(session, ready, effort, false)
 }
 
+/// Compiles the reference where its baseline is not known, while the candidates of a batch are built.
+pub(super) fn compile_reference(session: &mut Session, effort: Effort) -> Result<(), Error> {
+    let judge = Arc::clone(&session.fixed.judge);
+    if effort != Effort::Final || !judge.options.compile || session.baseline.is_some() || session.compiled {
+        return Ok(());
+    }
+    {
+        let _shared = judge.slice.share();
+        session.select(0)?;
+    }
+    let _beside = judge.slice.pausable(session.host.pid);
+    match measure::prepare_compile(session) {
+        Err(Stop::Error(error)) => Err(error),
+        // No candidate is there to be at fault.
+        Ok(()) | Err(Stop::Candidate(_)) => Ok(()),
+    }
+}
+
 /// Runs, compares and measures what `ready` made, unless a verdict on the same is remembered. With `more` to come, the
 /// next one's runner is started meanwhile.
 pub(super) fn finish(session: &mut Session, ready: Ready, effort: Effort, more: bool) -> Result<Verdict, Error> {
@@ -377,7 +395,7 @@ fn steps(session: &mut Session, made: &Made, effort: Effort, more: bool, evidenc
     if !cpu && effort == Effort::Final {
         evidence.time("profile", |_| subject.ahead(session))?;
         drop(held);
-        if budget.compile && session.baseline.is_none() {
+        if budget.compile && session.baseline.is_none() && !session.compiled {
             let _beside = judge.slice.pausable(session.host.pid);
             evidence.time("compile", |_| measure::prepare_compile(session))?;
         }

@@ -307,6 +307,45 @@ impl Module {
     }
 }
 
+/// What the driver makes of PTX for this card: an image that loads without being compiled again.
+///
+/// # Errors
+/// `image` where the driver doesn't take it.
+pub fn assemble(ptx: &[u8]) -> Result<Vec<u8>, Fault> {
+    const DOING: &str = "compiling for this card";
+    let mut state = std::ptr::null_mut();
+    // SAFETY: `state` is valid for a write; no options are passed.
+    let created = unsafe { sys::cuLinkCreate_v2(0, std::ptr::null_mut(), std::ptr::null_mut(), &raw mut state) };
+    check(created, DOING)?;
+    // The text has to end with a zero byte, which counts.
+    let mut text = [ptx, &[0]].concat();
+    let mut link = || {
+        // SAFETY: `state` was just created, `text` has as many bytes as are said, the name is a C string.
+        let added = unsafe {
+            sys::cuLinkAddData_v2(
+                state,
+                sys::CUjitInputType::CU_JIT_INPUT_PTX,
+                text.as_mut_ptr().cast(),
+                text.len(),
+                c"kernelfleet".as_ptr(),
+                0,
+                std::ptr::null_mut(),
+                std::ptr::null_mut(),
+            )
+        };
+        check(added, DOING)?;
+        let (mut image, mut bytes) = (std::ptr::null_mut(), 0usize);
+        // SAFETY: both are valid for writes.
+        check(unsafe { sys::cuLinkComplete(state, &raw mut image, &raw mut bytes) }, DOING)?;
+        // SAFETY: the driver says that so many bytes lie there, and keeps them until the state is destroyed.
+        Ok(unsafe { std::slice::from_raw_parts(image.cast::<u8>(), bytes) }.to_vec())
+    };
+    let done = link();
+    // SAFETY: created above, destroyed once; `done` holds a copy.
+    let _ = unsafe { sys::cuLinkDestroy(state) };
+    done
+}
+
 impl Drop for Module {
     fn drop(&mut self) {
         // SAFETY: loaded by `load`, unloaded once. An error (a dead context) leaves nothing to be done.

@@ -190,6 +190,7 @@ struct Bench {
     flush: Private,
     sink: Private,
     noise: Noise,
+    image: Vec<u8>,
     step: u64,
     context: Context,
 }
@@ -203,8 +204,9 @@ struct Noise {
 }
 
 impl Noise {
-    fn new(context: &Context) -> Result<Self, Fault> {
-        let module = Module::load(include_bytes!("noise.ptx"), "loading the noise kernels")?;
+    /// `image`: of `noise.cu`, for this card.
+    fn new(context: &Context, image: &[u8]) -> Result<Self, Fault> {
+        let module = Module::load(image, "loading the noise kernels")?;
         let (fill, scrub) = (module.function("kernelfleet_noise")?, module.function("kernelfleet_scrub")?);
         let scrub_bytes = context.info.shared_memory_per_block_optin;
         let which = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
@@ -238,22 +240,23 @@ impl Bench {
     fn new() -> Result<Self, Fault> {
         let context = Context::new()?;
         let l2 = u64::try_from(context.info.l2_cache_size).unwrap_or(0);
+        let image = driver::assemble(include_bytes!("noise.ptx"))?;
         Ok(Self {
             empty: Graph::capture(&context, || Ok(()))?,
             flush: Private::new((2 * l2).max(32 << 20))?,
             sink: Private::new(256)?,
-            noise: Noise::new(&context)?,
+            noise: Noise::new(&context, &image)?,
+            image,
             step: granularity(context.device)?,
             context,
         })
     }
 
-    /// Makes everything anew that device code of a plan could have written over: the next plan meets none of it.
+    /// Makes anew what device code of a plan could have written over, so that the next plan meets none of it: the code of the
+    /// judge's own kernels. What lies in the memory that they write says nothing.
     fn renew(&mut self) -> Result<(), Fault> {
         self.empty = Graph::capture(&self.context, || Ok(()))?;
-        self.noise = Noise::new(&self.context)?;
-        self.sink = Private::new(self.sink.bytes)?;
-        self.flush = Private::new(self.flush.bytes)?;
+        self.noise = Noise::new(&self.context, &self.image)?;
         Ok(())
     }
 
