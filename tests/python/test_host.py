@@ -334,6 +334,17 @@ def test_a_mixed_set_differs_in_a_secret_row_and_a_few_places(host: Host) -> Non
     assert len(set(places)) > 2, places
 
 
+def test_sets_that_are_drawn_in_one_request_are_those_that_are_drawn_one_by_one(host: Host) -> None:
+    judged = Judged(host, task("return torch.relu(xs[0])", "torch.rand(64, 256)"))
+    (x,) = [x.clone() for x in judged.draw(5, "mixed")]
+    judged.draw(6, "mixed")
+    host("draw", slots=[0], seeds=[5], transform={"kind": "mixed"})
+    (again,) = tensors_of(judged.input_reply, judged.input_fds)
+    assert torch.equal(again, x)
+    assert judged.says(torch.relu(x))["match"]
+    assert host.refused("draw", slots=[0], transform={"kind": "mixed"})["code"] == "malformed"
+
+
 def test_a_mixed_set_holds_nothing_that_the_reference_does_not_bear(host: Host) -> None:
     judged = Judged(host, task("return torch.log(xs[0]) + torch.exp(xs[0])", "torch.rand(64, 256) + 1e-3"))
     for seed in range(1, 9):
