@@ -188,6 +188,9 @@ def check(evidence: dict[str, Any]) -> list[str]:
 def repeat(evidence: dict[str, Any]) -> list[str]:
     """The same kernels judged again and again."""
     text = ["## The same candidates, ten verdicts each", "", about(evidence), ""]
+    came = Counter(row.get("commit", evidence["commit"])[:12] for row in evidence["result"]["rows"])
+    if len(came) > 1:
+        text += ["Rows: " + "; ".join(f"{count} at `{commit}`" for commit, count in came.items()) + ".", ""]
     text += [
         "| task | verdicts | over eager | coefficient of variation | candidate us | evaluation s, median | held s, median |"
     ]

@@ -309,6 +309,7 @@ def repeat(tasks: Path) -> dict[str, Any]:
         speedups = [v["speedup"]["eager"]["median"] for v in well]
         row = {
             "task": name,
+            "commit": commit(),
             "runs": len(well),
             "speedup": statistics.mean(speedups),
             "cv": statistics.stdev(speedups) / statistics.mean(speedups),
