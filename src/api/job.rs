@@ -64,6 +64,7 @@ fn frozen(fields: &[&str]) -> String {
     printcolumn = r#"{"name":"Correct","type":"integer","jsonPath":".status.correct"}"#,
     printcolumn = r#"{"name":"Faster","type":"integer","jsonPath":".status.fasterThanEager","description":"Tasks whose best kernel is faster than eager PyTorch"}"#,
     printcolumn = r#"{"name":"Speedup","type":"number","jsonPath":".status.geomean.eager","description":"Geometric mean over eager PyTorch, of correct tasks"}"#,
+    printcolumn = r#"{"name":"Untrusted","type":"integer","jsonPath":".status.untrusted","description":"Tasks whose best kernel was measured while others used the device"}"#,
     printcolumn = r#"{"name":"Pool","type":"string","jsonPath":".spec.judge.gpuPool","priority":1}"#,
     printcolumn = r#"{"name":"Turns","type":"integer","jsonPath":".status.turns","priority":1}"#,
     printcolumn = r#"{"name":"Age","type":"date","jsonPath":".metadata.creationTimestamp"}"#
@@ -468,6 +469,9 @@ pub struct OptimizationJobStatus {
     /// Shares of all tasks, 0 to 1.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rates: Option<Rates>,
+    /// Tasks whose best kernel was measured while others used the device: neither its speedup nor its reward is to be trusted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub untrusted: Option<i32>,
     /// Geometric means of the speedups of correct tasks.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub geomean: Option<Speedups>,
@@ -477,7 +481,7 @@ pub struct OptimizationJobStatus {
     /// Evaluations that wait for a judge.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub queued: Option<i32>,
-    /// The best result of each task, the fastest first, at most 64.
+    /// The best result of each task, the fastest first, at most 64; then tasks that have none (reward 0), with the reason.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 64))]
     pub results: Vec<TaskResult>,
@@ -559,13 +563,18 @@ pub struct TaskResult {
     /// Episode that it is of.
     #[serde(default)]
     pub episode: i32,
-    /// -1 not correct, 1 correct, 2 faster than eager, 3 than `torch.compile` too.
+    /// -1 not correct, 1 correct, 2 faster than eager, 3 than `torch.compile` too; 0 nothing was judged, `reason` says why.
     #[serde(default)]
     pub reward: i32,
     /// `enforced` or `observed`.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     #[schemars(length(max = 32))]
     pub grade: String,
+    /// `exclusive`, or `shared` where others used the device while it was measured: then neither `speedup` nor `reward` is to
+    /// be trusted.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    #[schemars(length(max = 32))]
+    pub measurement: String,
     /// Median speedups.
     #[serde(default)]
     pub speedup: Speedups,

@@ -34,6 +34,8 @@ struct VerdictWords {
     reason: Option<ReasonWords>,
     grade: String,
     #[serde(default)]
+    measurement: String,
+    #[serde(default)]
     speedup: Against,
     #[serde(default)]
     cached: bool,
@@ -102,6 +104,11 @@ pub fn answer(
                 None => None,
             },
             grade: verdict.grade,
+            // Words are a closed set.
+            measurement: match verdict.measurement {
+                word if matches!(word.as_str(), "exclusive" | "shared") => word,
+                _ => String::new(),
+            },
             eager: verdict.speedup.eager,
             compile: verdict.speedup.compile,
             candidate: candidates.get(place).cloned().unwrap_or_default(),
@@ -259,6 +266,8 @@ pub struct Rates {
     pub correct: u32,
     pub faster_eager: u32,
     pub faster_compile: u32,
+    /// Correct ones that were measured while others used the device.
+    pub untrusted: u32,
     /// Geometric means of median speedups of correct tasks.
     pub geomean_eager: Option<f64>,
     pub geomean_compile: Option<f64>,
@@ -281,6 +290,7 @@ pub fn rates<'a>(best: impl Iterator<Item = &'a Judged> + Clone) -> Rates {
         correct: count(correct.clone().count()),
         faster_eager: faster(|j| j.eager),
         faster_compile: faster(|j| j.compile),
+        untrusted: count(correct.clone().filter(|j| j.measurement == "shared").count()),
         geomean_eager: mean(|j| j.eager),
         geomean_compile: mean(|j| j.compile),
     }
@@ -292,6 +302,7 @@ pub fn job(facts: &Facts<'_>) -> JobFacts {
     let count = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
     let mut tally = Tally::default();
     let mut declined: BTreeMap<usize, bool> = BTreeMap::new();
+    let mut endings: BTreeMap<usize, (u32, &super::core::kept::Ending)> = BTreeMap::new();
     let (mut running, mut succeeded, mut failed, mut faulted) = (0, 0, 0, 0);
     for (episode, _) in &facts.episodes {
         tally.merge(&episode.tally);
@@ -303,6 +314,7 @@ pub fn job(facts: &Facts<'_>) -> JobFacts {
         }
         if let (Some((task, _)), Some(ending)) = (facts.job.place(episode.index), &episode.ending) {
             *declined.entry(task).or_insert(false) |= ending.state == "declined";
+            endings.insert(task, (episode.index, ending));
         }
     }
     let best = best(facts);
@@ -310,11 +322,23 @@ pub fn job(facts: &Facts<'_>) -> JobFacts {
     let median = |s: Option<Speedup>| s.map_or(0.0, |s| s.median);
     let mut ranked: Vec<_> = best.iter().collect();
     ranked.sort_by(|a, b| b.1.1.rank().total_cmp(&a.1.1.rank()));
-    let named = ranked.into_iter().take(MOST_BEST).map(|(task, (index, judged))| Best {
-        task: facts.job.tasks.get(*task).map(|t| t.name.clone()).unwrap_or_default(),
+    let name = |task: usize| facts.job.tasks.get(task).map(|t| t.name.clone()).unwrap_or_default();
+    // A person asks for the reason of a task that has come to nothing first.
+    let without = endings.iter().filter(|(task, _)| !best.contains_key(task)).map(|(task, (index, ending))| Best {
+        task: name(*task),
+        episode: *index,
+        reason: match &ending.reason {
+            Some(reason) => format!("{}: {reason}", ending.state),
+            None => ending.state.clone(),
+        },
+        ..Best::default()
+    });
+    let named = ranked.into_iter().map(|(task, (index, judged))| Best {
+        task: name(*task),
         episode: *index,
         reward: judged.reward,
         grade: judged.grade.clone(),
+        measurement: judged.measurement.clone(),
         speedup_eager: median(judged.eager),
         speedup_compile: median(judged.compile),
         candidate: judged.candidate.clone(),
@@ -338,7 +362,8 @@ pub fn job(facts: &Facts<'_>) -> JobFacts {
         faster_compile: rates.faster_compile,
         geomean_eager: rates.geomean_eager.unwrap_or_default(),
         geomean_compile: rates.geomean_compile.unwrap_or_default(),
-        best: named.collect(),
+        untrusted: rates.untrusted,
+        best: named.chain(without).take(MOST_BEST).collect(),
         queued: count(facts.queued),
         slice_seconds: facts.usage.charged,
     }
@@ -413,7 +438,7 @@ mod tests {
             ending: ending.map(|s| Ending {
                 digest: String::new(),
                 state: s.into(),
-                reason: None,
+                reason: (s == "declined").then(|| "it doesn't attempt sort".into()),
                 end: None,
                 seconds: 0.0,
             }),
@@ -429,6 +454,7 @@ mod tests {
             reward,
             correct: reward > 0,
             grade: "observed".into(),
+            measurement: if reward == 2 { "shared".into() } else { "exclusive".into() },
             eager: speedup(eager),
             compile: speedup(eager / 2.0),
             reason: None,
@@ -469,7 +495,15 @@ mod tests {
         assert_eq!((facts.correct, facts.faster_eager, facts.faster_compile), (2, 1, 1));
         assert!((facts.geomean_eager - 2.0).abs() < 1e-9 && (facts.geomean_compile - 1.0).abs() < 1e-9);
         let names: Vec<_> = facts.best.iter().map(|b| (b.task.as_str(), b.episode, b.reward)).collect();
-        assert_eq!(names, [("t0", 1, 3), ("t1", 2, 1), ("t4", 8, -1)]);
+        let nothing = [("t2", 4, 0), ("t3", 6, 0)];
+        assert_eq!(names, [&[("t0", 1, 3), ("t1", 2, 1), ("t4", 8, -1)], nothing.as_slice()].concat());
+        let reasons: Vec<_> = facts.best.iter().skip(3).map(|b| b.reason.as_str()).collect();
+        assert_eq!(reasons, ["declined: it doesn't attempt sort", "failed"]);
+        assert_eq!((facts.untrusted, facts.best[0].measurement.as_str()), (0, "exclusive"));
+        let one = [episode(0, done, Some("judged"), Some(judged(2, 2.0)))];
+        let episodes = one.iter().map(|e| (e, &void)).collect();
+        let facts = job(&Facts { job: &job_row, usage: &usage, queued: 3, episodes });
+        assert_eq!((facts.untrusted, facts.best[0].measurement.as_str()), (1, "shared"));
         assert_eq!((facts.queued, facts.slice_seconds), (3, 12.5));
     }
 

@@ -258,6 +258,7 @@ mod tests {
             reward: 2,
             correct: true,
             grade: "observed".into(),
+            measurement: "exclusive".into(),
             eager: speedup,
             compile: None,
             reason: None,

@@ -78,4 +78,7 @@ done
     "$bin/kubectl" -n $namespace get pods,events >&2
     stop "the chart did not come up (what is there is shown above)"
 }
-say "chart installed in the namespace $namespace"
+say "chart installed in the namespace $namespace; to use it:
+  export KUBECONFIG=$kubeconfig PATH=\$PATH:$bin
+  kubectl apply -f $root/examples/cluster/test-bed.yaml    # a pool, ready after about a minute
+  kubectl apply -f $root/examples/configmap.yaml           # a first job of its own tasks"

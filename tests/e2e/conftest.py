@@ -234,13 +234,15 @@ def installed(images: Cluster) -> Cluster:
     return images
 
 
+# How fast a kernel is on a machine under test, is no matter.
+MEASURED_BRIEFLY = [{"name": "KERNELFLEET_MEASURE_SECONDS", "value": "2"}]
+
+
 def judges(claim: str) -> dict[str, Any]:
     """What a pool lays over its judges where the image has no PyTorch."""
     mount = {"name": "pytorch", "mountPath": PACKAGES, "readOnly": True}
     volume = {"name": "pytorch", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
-    # How fast a kernel is on a machine under test, is no matter.
-    environment = [{"name": "KERNELFLEET_MEASURE_SECONDS", "value": "2"}]
-    judge = {"name": "judge", "volumeMounts": [mount], "env": environment}
+    judge = {"name": "judge", "volumeMounts": [mount], "env": MEASURED_BRIEFLY}
     return {"spec": {"containers": [judge], "volumes": [volume]}}
 
 
@@ -250,7 +252,10 @@ def pool(installed: Cluster) -> str:
     # On two cores with neighbours a measurement takes minutes.
     spec: dict[str, Any] = {"device": "cpu", "slices": {"maxSeconds": 1200, "maxExclusiveSeconds": 600}}
     if installed.own:
-        spec |= {"podTemplate": judges("pytorch"), "storage": {"size": "1Gi", "storageClassName": "test-bed"}}
+        # The pool that a person is told to apply.
+        example = ROOT / "examples" / "cluster" / "test-bed.yaml"
+        spec = json.loads(installed.kubectl("create", "--dry-run=client", "-o", "json", "-f", str(example)))["spec"]
+        spec["podTemplate"]["spec"]["containers"][0]["env"] = MEASURED_BRIEFLY
     installed.apply(
         {"apiVersion": "kernelfleet.dev/v1alpha1", "kind": "GpuPool", "metadata": {"name": "e2e"}, "spec": spec}
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, SYSTEM, Cluster, Refused, program
-from work import Jobs, condition, job
+from work import CLAMPED, Jobs, condition, job
 
 
 def test_a_pool_says_what_its_judges_are(pool: str, installed: Cluster) -> None:
@@ -33,6 +33,11 @@ def test_a_job_of_the_built_in_policy_ends_with_kernels_that_another_judge_confi
     assert status["fasterThanEager"] == sum(reward >= 2 for reward in rewards)
     assert status["fasterThanCompile"] == sum(reward == 3 for reward in rewards)
     assert status["rates"]["fasterThanEager"] == status["fasterThanEager"] / 2
+    # Nor does anybody see a figure as trusted that others disturbed.
+    shared = [r["measurement"] == "shared" for r in status["results"]]
+    assert {r["measurement"] for r in status["results"]} <= {"exclusive", "shared"}
+    assert status["untrusted"] == sum(shared)
+    assert ("not to be trusted" in condition(found, "Succeeded")["message"]) == any(shared)
     assert status["geomean"]["eager"] > 0
     assert status["gpuSeconds"] > 0
     assert status["episodes"]["succeeded"] == 2
@@ -66,6 +71,19 @@ def test_a_job_of_the_built_in_policy_ends_with_kernels_that_another_judge_confi
         assert again.returncode == 0, again.stderr
         # Faster than what, depends on the neighbours of these two cores.
         assert json.loads(again.stdout)["reward"] >= 1 and kept["reward"] in rewards
+        assert kept["measurement"] in {r["measurement"] for r in status["results"] if r["task"] == task}
+
+
+def test_a_job_says_why_a_task_came_to_nothing(jobs: Jobs, pool: str) -> None:
+    source = CLAMPED.replace("torch.sigmoid(torch.relu(x) * 2 + 1)", "torch.sort(x, dim=-1).values")
+    assert source != CLAMPED
+    jobs.cluster.apply(job(jobs.namespace, "odd", pool, tasks={"inline": [{"name": "sorted", "source": source}]}))
+    found = jobs.until("odd", "Succeeded", "True", seconds=300)
+    assert "0 of 1 tasks correct" in condition(found, "Succeeded")["message"]
+    assert "1 declined (status.results says why)" in condition(found, "Succeeded")["message"]
+    (result,) = found["status"]["results"]
+    assert result["task"] == "sorted" and result["reward"] == 0
+    assert result["reason"].startswith("declined: ") and "sort" in result["reason"]
 
 
 def test_a_suspended_job_has_no_pods_until_it_is_resumed(jobs: Jobs, pool: str) -> None:

@@ -138,6 +138,9 @@ pub struct Judged {
     pub reward: i32,
     pub correct: bool,
     pub grade: String,
+    /// `exclusive`, or `shared` where others used the device meanwhile; a ledger of before it was kept doesn't say.
+    #[serde(default)]
+    pub measurement: String,
     pub eager: Option<Speedup>,
     pub compile: Option<Speedup>,
     /// Why it isn't correct.

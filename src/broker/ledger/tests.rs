@@ -15,6 +15,7 @@ fn changes() -> Vec<Change> {
         reward: 2,
         correct: true,
         grade: "observed".into(),
+        measurement: "exclusive".into(),
         eager: speedup,
         compile: None,
         reason: None,

@@ -147,6 +147,7 @@ fn deployment(endpoint: &ValidEndpoint, owner: &OwnerReference, settings: &Setti
                     "containers": [{
                         "name": "gateway",
                         "image": settings.image,
+                        "terminationMessagePolicy": "FallbackToLogsOnError",
                         "imagePullPolicy": settings.pull_policy,
                         "command": ["kernelfleet", "gateway"],
                         "args": args,

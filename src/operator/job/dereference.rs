@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use jiff::Timestamp;
 use k8s_openapi::api::batch::v1::Job;
 use k8s_openapi::api::core::v1::{ConfigMap, Pod, Service};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 use kube::api::{Api, ListParams};
 
 use crate::api::{GpuPool, ModelEndpoint, OptimizationJob, TaskSet};
@@ -56,6 +57,38 @@ pub struct Facts {
     pub trouble: Option<String>,
     /// What the broker says of the job once it knows it, or why it says nothing.
     pub said: Option<Result<JobFacts, String>>,
+}
+
+/// Why a pool isn't ready, where that means that nothing is judged; one whose parts are being replaced goes on.
+const NO_JUDGE: [&str; 5] = ["Starting", "BrokerNotReady", "BrokerUnreachable", "JudgesNotReady", "NoJudges"];
+/// Why an endpoint isn't ready, where its gateway goes on.
+const GOES_ON: [&str; 1] = ["GatewayUpdating"];
+
+impl Facts {
+    /// The pool or the endpoint that isn't ready, so that episodes wait for it: a state and a sentence.
+    #[must_use]
+    pub fn lacks(&self) -> Option<(&'static str, String)> {
+        let unready = |conditions: &[Condition], of: &dyn Fn(&str) -> bool| {
+            let ready = conditions::get(conditions, "Ready").filter(|c| c.status == "False" && of(&c.reason));
+            ready.map(|c| c.message.clone())
+        };
+        if let Found::Is(pool) = &self.pool
+            && let Some(why) = pool.status.as_ref().and_then(|s| unready(&s.conditions, &|r| NO_JUDGE.contains(&r)))
+        {
+            let name = pool.metadata.name.clone().unwrap_or_default();
+            let message =
+                format!("the GpuPool `{name}` is not ready: {why}; kubectl describe gpupool {name} says more");
+            return Some(("PoolNotReady", message));
+        }
+        if let Some((Found::Is(endpoint), _)) = &self.endpoint
+            && let Some(why) = endpoint.status.as_ref().and_then(|s| unready(&s.conditions, &|r| !GOES_ON.contains(&r)))
+        {
+            let name = endpoint.metadata.name.clone().unwrap_or_default();
+            let hint = format!("kubectl describe modelendpoint {name} says more");
+            return Some(("EndpointNotReady", format!("the ModelEndpoint `{name}` is not ready: {why}; {hint}")));
+        }
+        None
+    }
 }
 
 /// Reads everything.
@@ -228,6 +261,44 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+
+    #[test]
+    fn a_pool_without_judges_and_an_endpoint_without_gateway_are_what_episodes_wait_for() {
+        let of = |kind: &str, spec: serde_json::Value, reason: &str| {
+            let condition = json!({
+                "type": "Ready", "status": "False", "reason": reason, "message": "none of 1 judges is ready",
+                "lastTransitionTime": "2027-01-15T08:00:00Z",
+            });
+            json!({ "apiVersion": "kernelfleet.dev/v1alpha1", "kind": kind, "metadata": { "name": "x" }, "spec": spec,
+                "status": { "conditions": [condition] } })
+        };
+        let facts = |pool: &str, endpoint: &str| Facts {
+            started: true,
+            pool: Found::Is(serde_json::from_value(of("GpuPool", json!({ "device": "cpu" }), pool)).unwrap()),
+            broker: None,
+            endpoint: Some((
+                Found::Is(
+                    serde_json::from_value(of(
+                        "ModelEndpoint",
+                        json!({ "baseUrl": "http://x", "models": [] }),
+                        endpoint,
+                    ))
+                    .unwrap(),
+                ),
+                None,
+            )),
+            source: None,
+            replay: None,
+            batch: None,
+            trouble: None,
+            said: None,
+        };
+        let (state, why) = facts("JudgesNotReady", "GatewayNotReady").lacks().unwrap();
+        assert_eq!(state, "PoolNotReady");
+        assert!(why.contains("none of 1 judges is ready; kubectl describe gpupool x says more"), "{why}");
+        assert_eq!(facts("JudgesUpdating", "GatewayNotReady").lacks().unwrap().0, "EndpointNotReady");
+        assert_eq!(facts("JudgesUpdating", "GatewayUpdating").lacks(), None, "those of the form before go on");
+    }
 
     #[test]
     fn pods_have_a_moment_to_become_ready_before_they_are_looked_at() {

@@ -115,11 +115,17 @@ async fn pass(context: &Context, job: &OptimizationJob, facts: dereference::Fact
             Ok(batch) => {
                 // With it the first status is whole, and no second one follows until there is progress.
                 let said = context.brokers.job(&valid.spec.judge.gpu_pool, &valid.uid).await.ok().map(Ok);
-                (Seen::Started(Box::new(Progress { batch: Some(batch), said, ..Progress::default() })), FIGURES)
+                let lacks = facts.lacks();
+                (Seen::Started(Box::new(Progress { batch: Some(batch), said, lacks, ..Progress::default() })), FIGURES)
             }
         };
     }
-    let mut progress = Progress { said: facts.said.clone(), trouble: facts.trouble.clone(), ..Progress::default() };
+    let mut progress = Progress {
+        said: facts.said.clone(),
+        trouble: facts.trouble.clone(),
+        lacks: facts.lacks(),
+        ..Progress::default()
+    };
     let batch = match &facts.batch {
         Some(batch) if !apply::owns(job, batch) => {
             let error = super::apply::Error::Taken { kind: "Job".into(), name: job.name_any() };

@@ -44,6 +44,8 @@ pub struct Progress {
     pub best: Option<BestKernels>,
     /// Every task has reached the target: the attempts that are left aren't needed.
     pub reached: bool,
+    /// What episodes wait for beside a judge, in a word and a sentence: the pool or the endpoint isn't ready.
+    pub lacks: Option<(&'static str, String)>,
 }
 
 /// How a Job has ended.
@@ -215,6 +217,11 @@ fn started(job: &OptimizationJob, status: &mut OptimizationJobStatus, progress: 
         && facts.known
     {
         fill(status, facts);
+        // The broker isn't told that pods were taken away: what they were at begins again.
+        let gone = batch.is_none_or(|b| b.status.as_ref().is_none_or(|s| s.active.unwrap_or(0) == 0));
+        if let Some(episodes) = status.episodes.as_mut().filter(|_| job.spec.suspend && gone) {
+            episodes.pending += std::mem::take(&mut episodes.running);
+        }
     }
     if let Some(best) = &progress.best {
         status.best = Some(best.clone());
@@ -257,6 +264,9 @@ fn moving(job: &OptimizationJob, progress: &Progress) -> Said {
     if let Some(trouble) = &progress.trouble {
         return Said::yes("PodsWaiting", format!("no pod runs: {}", cut(trouble, 800)));
     }
+    if let Some((reason, why)) = &progress.lacks {
+        return Said::yes(reason, format!("episodes wait: {}", cut(why, 800)));
+    }
     match &progress.said {
         Some(Err(why)) => Said::yes("BrokerUnreachable", format!("{why}; pods go on, figures will follow")),
         // No count in here: a message that changes with each episode is a write for each episode.
@@ -274,12 +284,19 @@ fn ended(job: &OptimizationJob, status: &mut OptimizationJobStatus, end: &End, p
         say(status, "Progressing", &Said::yes("BrokerUnreachable", message));
         return;
     }
-    let figures = format!(
+    let mut figures = format!(
         "{} of {} tasks correct, {} faster than eager",
         status.correct.unwrap_or(0),
         status.tasks.unwrap_or(0),
         status.faster_than_eager.unwrap_or(0)
     );
+    if let Some(declined) = status.declined.filter(|n| *n > 0) {
+        figures.push_str(&format!(", {declined} declined (status.results says why)"));
+    }
+    if let Some(untrusted) = status.untrusted.filter(|n| *n > 0) {
+        let what = format!(", {untrusted} measured while others used the device: their speedups are not to be trusted");
+        figures.push_str(&what);
+    }
     let name = job.metadata.name.clone().unwrap_or_default();
     let fetch = match &status.best {
         Some(_) => {
@@ -343,6 +360,7 @@ fn fill(status: &mut OptimizationJobStatus, facts: &JobFacts) {
         faster_than_eager: rate(facts.faster_eager),
         faster_than_compile: rate(facts.faster_compile),
     });
+    status.untrusted = Some(number(facts.untrusted));
     status.geomean = Some(Speedups { eager: measured(facts.geomean_eager), compile: measured(facts.geomean_compile) });
     status.gpu_seconds = Some(rounded(facts.slice_seconds));
     status.queued = Some(number(facts.queued));
@@ -355,6 +373,7 @@ fn result(best: &Best) -> TaskResult {
         episode: number(best.episode),
         reward: best.reward,
         grade: cut(&best.grade, 32),
+        measurement: cut(&best.measurement, 32),
         speedup: Speedups { eager: measured(best.speedup_eager), compile: measured(best.speedup_compile) },
         candidate: cut(&best.candidate, 128),
         reason: cut(&best.reason, 256),
@@ -399,8 +418,17 @@ pub fn news(old: Option<&OptimizationJobStatus>, new: &OptimizationJobStatus) ->
         if kind == "Started" && condition.status != "True" {
             continue;
         }
-        const GOOD: [&str; 7] =
-            ["JobCreated", "Running", "Starting", "Succeeded", "Suspended", "Queued", "PodsWaiting"];
+        const GOOD: [&str; 9] = [
+            "JobCreated",
+            "Running",
+            "Starting",
+            "Succeeded",
+            "Suspended",
+            "Queued",
+            "PodsWaiting",
+            "PoolNotReady",
+            "EndpointNotReady",
+        ];
         // The pass that makes the Job says so, which is news enough.
         if kind == "Progressing" && matches!(condition.reason.as_str(), "Running" | "Starting") && !news.is_empty() {
             continue;
@@ -438,6 +466,7 @@ mod tests {
             speedup_compile: 1.5,
             candidate: "sha256:ab".into(),
             reason: String::new(),
+            measurement: "exclusive".into(),
         };
         JobFacts {
             known: true,
@@ -504,6 +533,24 @@ mod tests {
                     said: good(),
                     ..Progress::default()
                 })),
+            ),
+            (
+                "a pool without judges",
+                &plain,
+                Seen::Started(Box::new(Progress {
+                    batch: batch(&none, &running),
+                    said: good(),
+                    lacks: Some((
+                        "PoolNotReady",
+                        "the GpuPool `default` is not ready: none of 1 judges is ready".into(),
+                    )),
+                    ..Progress::default()
+                })),
+            ),
+            (
+                "measured beside others, and one declined",
+                &plain,
+                progress(batch(&none, &complete), Some(Ok(JobFacts { untrusted: 1, declined: 1, ..facts() }))),
             ),
             (
                 "no broker",

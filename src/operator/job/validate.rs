@@ -45,7 +45,7 @@ pub enum Error {
     Unsupported { set: String, source_word: &'static str },
     #[error("{0} holds no task: each key that ends in .py is one")]
     NoTasks(String),
-    #[error("spec.tasks.taskSet.selector.names: the TaskSet has no task {0}")]
+    #[error("spec.tasks.taskSet.selector.names: the TaskSet has no task `{0}`")]
     NotInSet(String),
     #[error("{refused} of {tasks} tasks can't be used: {first}")]
     Tasks { refused: usize, tasks: usize, first: String },

@@ -264,6 +264,8 @@ fn broker(pool: &ValidPool, owner: &OwnerReference, settings: &Settings, credent
             "containers": [{
                 "name": "broker",
                 "image": settings.image,
+                // What it can't use it says as it ends: kubectl describe shows that.
+                "terminationMessagePolicy": "FallbackToLogsOnError",
                 "imagePullPolicy": settings.pull_policy,
                 "command": ["kernelfleet", "broker"],
                 "args": broker_arguments(pool, settings),
@@ -286,10 +288,6 @@ fn broker(pool: &ValidPool, owner: &OwnerReference, settings: &Settings, credent
             "volumes": volumes,
         },
     });
-    if pool.spec.object_store.is_some() {
-        // What it can't use it says as it ends: kubectl describe shows that.
-        spec["template"]["spec"]["containers"][0]["terminationMessagePolicy"] = "FallbackToLogsOnError".into();
-    }
     if let Credentials::There(version) = credentials {
         spec["template"]["metadata"]["annotations"] = json!({ names::CREDENTIALS: version });
     }
@@ -318,6 +316,7 @@ fn judges(pool: &ValidPool, owner: &OwnerReference, settings: &Settings, ip: &st
             "containers": [{
                 "name": "judge",
                 "image": settings.judge_image,
+                "terminationMessagePolicy": "FallbackToLogsOnError",
                 "imagePullPolicy": settings.pull_policy,
                 "command": ["kernelfleet", "judge-worker"],
                 "env": [

@@ -124,6 +124,11 @@ fn credentials(secret: &str, namespace: &str, found: &Credentials) -> Option<Sai
     }
 }
 
+/// Where a person looks: what a container printed before it ended is in both.
+fn hint(pod: &str, namespace: &str) -> String {
+    format!("kubectl describe pod {pod} -n {namespace} and kubectl logs {pod} -n {namespace} say why")
+}
+
 fn ready(
     pool: &GpuPool,
     namespace: &str,
@@ -144,7 +149,7 @@ fn ready(
     let Some(broker) = &facts.broker else { return Said::no("Starting", "the broker is being made") };
     let name = pool.metadata.name.clone().unwrap_or_default();
     if ready_replicas(broker) == 0 {
-        let hint = format!("kubectl describe pod {} in the operator's namespace says why", names::broker_pod(&name));
+        let hint = hint(&names::broker_pod(&name), namespace);
         return Said::no("BrokerNotReady", format!("the broker's pod is not ready; {hint}"));
     }
     if present(broker) == 0 {
@@ -186,7 +191,7 @@ fn ready(
         return Said::no("JudgesUpdating", message);
     }
     if ready == 0 {
-        let hint = format!("kubectl describe pod {}-0 in the operator's namespace says why", names::judge(&name));
+        let hint = hint(&format!("{}-0", names::judge(&name)), namespace);
         return Said::no("JudgesNotReady", format!("none of {wanted} judges is ready; {hint}"));
     }
     let missing = lacking(facts);
