@@ -6,7 +6,7 @@ use k8s_openapi::api::apps::v1::StatefulSet;
 use super::dereference::{Credentials, Facts, ready_replicas};
 use super::validate;
 use crate::api::NameReference;
-use crate::api::pool::{GpuPool, GpuPoolStatus, Sharing, Unhealthy};
+use crate::api::pool::{Device, GpuPool, GpuPoolStatus, Sharing, Unhealthy};
 use crate::operator::conditions::{Said, cut, set};
 use crate::operator::names;
 
@@ -249,6 +249,11 @@ fn trusted(pool: &GpuPool, facts: &Facts) -> Said {
     }
     if said.each.is_empty() {
         return Said::unknown("NotKnown", "no judge has been heard of yet");
+    }
+    if pool.spec.device == Device::Cpu {
+        let message = "processors are shared with whatever runs on the node: each verdict says whether others used them while it \
+                       was measured, and a job's status.untrusted counts those";
+        return Said::unknown("EachByItself", message);
     }
     Said::yes("ExclusiveCards", "each judge has a card of its own")
 }
