@@ -169,6 +169,24 @@ fn a_job_gives_a_verified_kernel_a_report_and_a_package_and_is_not_done_twice() 
     let check = "import torch\nfrom my_chain import Model, _reference\nm = Model().eval(); x = torch.randn(256, 4096)\nwith torch.no_grad():\n    assert m.why_reference(x) is None, m.why_reference(x)\n    torch.testing.assert_close(m(x), _reference.Model()(x))\n    assert m.why_reference(x) is None, m.why_reference(x)\n    assert 'shape' in m.why_reference(x[:2])";
     let used = Command::new(python).args(["-c", check]).current_dir(home.path()).output().unwrap();
     assert!(used.status.success(), "{}", String::from_utf8_lossy(&used.stderr));
+
+    // Other tasks into the same folder: the report doesn't pretend that they are all.
+    let other = JOB.replace("name: chain", "name: other").replace("torch", "no.such");
+    let third = run(home.path(), &other);
+    let summary: serde_json::Value = serde_json::from_slice(&third.stdout).unwrap();
+    assert_eq!(summary["earlier"], serde_json::json!(["chain"]), "{summary}");
+    let report = std::fs::read_to_string(home.path().join("results/small/report.md")).unwrap();
+    assert!(report.contains("of earlier starts and not counted here: chain."), "{report}");
+}
+
+/// Runs the example of a package's README as it stands; what it prints.
+fn example(package: &Path) -> String {
+    let readme = std::fs::read_to_string(package.join("README.md")).unwrap();
+    let code = readme.split("```python\n").nth(1).and_then(|rest| rest.split("```").next()).unwrap();
+    let python = Path::new(env!("CARGO_MANIFEST_DIR")).join(".kernelfleet/python/bin/python");
+    let used = Command::new(python).args(["-c", code]).current_dir(package.parent().unwrap()).output().unwrap();
+    assert!(used.status.success(), "{code}{}", String::from_utf8_lossy(&used.stderr));
+    String::from_utf8_lossy(&used.stdout).into_owned()
 }
 
 #[test]

@@ -380,7 +380,8 @@ pub fn run(arguments: &RunArguments) -> Result<(), Failure> {
     }
     if failed > 0 {
         return Err(Failure::Fault(format!(
-            "{failed} tasks were not judged because the judge or the endpoint failed; start again to try them again"
+            "{} not judged because the judge or the endpoint failed; start again to try again",
+            if failed == 1 { "1 task was".to_owned() } else { format!("{failed} tasks were") }
         )));
     }
     Ok(())
@@ -545,7 +546,8 @@ fn one_job(
         return Err(Failure::Interrupted);
     }
     let outcomes: Vec<_> = outcomes.into_iter().flatten().collect();
-    let summary = summarise(&outcomes, began.elapsed().as_secs_f64());
+    let mut summary = summarise(&outcomes, began.elapsed().as_secs_f64());
+    summary.earlier = run::earlier(&folder, tasks);
     let value = serde_json::to_value(&summary).map_err(Failure::fault)?;
     let written = run::replace(&folder.join("report.md"), &render::report(&name, &outcomes, &summary)).and_then(|()| {
         run::replace(

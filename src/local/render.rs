@@ -38,6 +38,11 @@ pub fn reward(verdict: &Verdict) -> String {
 /// `1.2 ms`, three significant digits.
 #[must_use]
 pub fn time(us: f64) -> String {
+    time_of(us, 0)
+}
+
+/// As `time`, with `more` digits.
+fn time_of(us: f64, more: usize) -> String {
     let (value, unit) = if us < 1e3 {
         (us, "us")
     } else if us < 1e6 {
@@ -51,7 +56,7 @@ pub fn time(us: f64) -> String {
         1
     } else {
         0
-    };
+    } + more;
     format!("{value:.digits$} {unit}")
 }
 
@@ -62,7 +67,33 @@ pub fn times(speedup: f64) -> String {
 }
 
 fn span(interval: &Interval) -> String {
-    format!("{} ({:.2} to {:.2})", times(interval.median), interval.low, interval.high)
+    let range = range(interval, |x, digits| format!("{x:.*}", 2 + digits));
+    range.map_or_else(|| times(interval.median), |range| format!("{} ({range})", times(interval.median)))
+}
+
+/// Both ends of an interval, with as many digits as tell them apart. None where a single figure was taken: that has no
+/// interval, and one from itself to itself would look like certainty.
+fn range(interval: &Interval, shown: impl Fn(f64, usize) -> String) -> Option<String> {
+    if (interval.high - interval.low).abs() <= f64::EPSILON * interval.median.abs() {
+        return None;
+    }
+    let ends = |digits| (shown(interval.low, digits), shown(interval.high, digits));
+    let (low, high) = (0..3).map(ends).find(|(low, high)| low != high).unwrap_or_else(|| ends(0));
+    Some(format!("{low} to {high}"))
+}
+
+/// `1 task`, `2 tasks`.
+#[must_use]
+pub fn count(number: usize, noun: &str) -> String {
+    if number == 1 { format!("1 {noun}") } else { format!("{number} {noun}s") }
+}
+
+/// Names in a sentence, the first eight of many.
+#[must_use]
+pub fn names(names: &[String]) -> String {
+    const SHOWN: usize = 8;
+    let shown = names.iter().take(SHOWN).map(String::as_str).collect::<Vec<_>>().join(", ");
+    if names.len() > SHOWN { format!("{shown} and {} more", names.len() - SHOWN) } else { shown }
 }
 
 /// One plain sentence: what this verdict says.
@@ -83,6 +114,8 @@ pub fn sentence(verdict: &Verdict) -> String {
             format!("{} as fast as {name}, but the interval reaches down to {:.2}", times(i.median), i.low)
         } else if i.median > 1.0 / FASTER {
             format!("about as fast as {name} ({})", times(i.median))
+        } else if i.high >= 1.0 / FASTER {
+            format!("slower than {name} ({}), but the interval reaches up to {:.2}", times(i.median), i.high)
         } else {
             format!("slower than {name} ({})", times(i.median))
         }
@@ -145,11 +178,13 @@ pub fn verdict(task: &str, verdict: &Verdict) -> String {
     let mut rows = table(&["", "time", "95 % interval", "speedup", "95 % interval"]);
     let mut row = |name: &str, time_us: Option<Interval>, speedup: Option<Interval>| {
         let Some(t) = time_us else { return };
-        let range = format!("{} to {}", time(t.low), time(t.high));
-        let (s, r) =
-            speedup.map_or_else(Default::default, |s| (times(s.median), format!("{:.2} to {:.2}", s.low, s.high)));
-        let s = if s.is_empty() { s } else { marked(verdict, s) };
-        rows.add_row([name.to_owned(), marked(verdict, time(t.median)), range, s, r]);
+        let dash = || "-".to_owned();
+        let (s, r) = speedup.map_or_else(Default::default, |s| {
+            let ends = range(&s, |x, digits| format!("{x:.*}", 2 + digits));
+            (marked(verdict, times(s.median)), ends.unwrap_or_else(dash))
+        });
+        let ends = range(&t, time_of).unwrap_or_else(dash);
+        rows.add_row([name.to_owned(), marked(verdict, time(t.median)), ends, s, r]);
     };
     row("candidate", verdict.time_us.candidate, None);
     row("eager", verdict.time_us.eager, verdict.speedup.eager);
@@ -327,8 +362,8 @@ pub fn totals(summary: &Summary) -> String {
     let mean = |m: Option<f64>| m.map_or_else(|| "-".to_owned(), times);
     let Pair { eager, compile } = summary.geomean;
     let mut text = format!(
-        "{} tasks: {} correct, {} declined, {} refused, {} failed; faster than eager {}, than torch.compile {}.",
-        summary.tasks,
+        "{}: {} correct, {} declined, {} refused, {} failed; faster than eager {}, than torch.compile {}.",
+        count(summary.tasks, "task"),
         summary.correct,
         summary.declined,
         summary.refused,
@@ -339,8 +374,11 @@ pub fn totals(summary: &Summary) -> String {
     if summary.shared.tasks > 0 {
         let _ = write!(
             text,
-            "\nOf these {} are marked ~ and not to be trusted: {} of those faster than eager, {} than torch.compile.",
-            summary.shared.tasks, summary.shared.faster.eager, summary.shared.faster.compile
+            "\nOf these {} {} marked ~ and not to be trusted: {} of those faster than eager, {} than torch.compile.",
+            summary.shared.tasks,
+            if summary.shared.tasks == 1 { "is" } else { "are" },
+            summary.shared.faster.eager,
+            summary.shared.faster.compile
         );
     }
     let _ = write!(
@@ -353,9 +391,19 @@ pub fn totals(summary: &Summary) -> String {
     );
     let before = summary.before;
     let now = summary.attempts - before.attempts;
-    let _ = write!(text, "\n{now} candidates judged in {:.0} s.", summary.seconds);
+    let _ = write!(text, "\n{} judged in {:.0} s.", count(now, "candidate"), summary.seconds);
     if before.tasks > 0 {
-        let _ = write!(text, " {} tasks were done before, with {} candidates.", before.tasks, before.attempts);
+        let _ = write!(
+            text,
+            " {} {} done before, with {}.",
+            count(before.tasks, "task"),
+            if before.tasks == 1 { "was" } else { "were" },
+            count(before.attempts, "candidate")
+        );
+    }
+    if !summary.earlier.is_empty() {
+        let _ =
+            write!(text, "\nIn the same folder, of earlier starts and not counted here: {}.", names(&summary.earlier));
     }
     text
 }
@@ -540,7 +588,48 @@ pub(crate) mod tests {
         let mut outcomes = outcomes();
         outcomes[0].before = true;
         let said = totals(&super::super::summary::summarise(&outcomes, 3.0));
-        assert!(said.ends_with("12 candidates judged in 3 s. 1 tasks were done before, with 6 candidates."), "{said}");
+        assert!(said.ends_with("12 candidates judged in 3 s. 1 task was done before, with 6 candidates."), "{said}");
+        let mut summary = super::super::summary::summarise(&outcomes[..1], 3.0);
+        summary.earlier = (0..10).map(|i| format!("t{i}")).collect();
+        let said = totals(&summary);
+        assert!(said.starts_with("1 task: 1 correct"), "{said}");
+        assert!(said.contains("not counted here: t0, t1, t2, t3, t4, t5, t6, t7 and 2 more."), "{said}");
+        assert!(report("demo", &outcomes, &summary).contains("t7 and 2 more"));
+        assert_eq!(serde_json::to_value(&summary).unwrap()["earlier"][9], "t9");
+    }
+
+    #[test]
+    fn either_side_of_a_wide_interval_is_told_with_the_same_care() {
+        let against = |low, median, high| {
+            let mut verdict = sample(1, 1.0);
+            verdict.speedup.compile = Some(Interval { median, low, high });
+            sentence(&verdict)
+        };
+        assert!(
+            against(0.87, 1.34, 1.5).contains("1.34x as fast as torch.compile, but the interval reaches down to 0.87")
+        );
+        assert!(
+            against(0.42, 0.78, 1.18)
+                .contains("slower than torch.compile (0.78x), but the interval reaches up to 1.18")
+        );
+        assert!(against(0.80, 0.96, 1.17).contains("about as fast as torch.compile (0.96x)."));
+        assert!(against(0.70, 0.78, 0.90).contains("slower than torch.compile (0.78x)."));
+    }
+
+    #[test]
+    fn a_single_figure_has_no_interval_and_a_narrow_one_shows_both_its_ends() {
+        let mut one = sample(3, 4.0);
+        one.time_us.compile = Some(Interval { median: 51_600.0, low: 51_600.0, high: 51_600.0 });
+        one.speedup.compile = Some(Interval { median: 2.0, low: 2.0, high: 2.0 });
+        one.time_us.eager = Some(Interval { median: 51_600.0, low: 51_590.0, high: 51_620.0 });
+        let said = verdict("softmax", &one);
+        let line = |name: &str| {
+            let line = said.lines().find(|l| l.trim_start().starts_with(name)).unwrap();
+            line.split_whitespace().collect::<Vec<_>>().join(" ")
+        };
+        assert_eq!(line("torch.compile"), "torch.compile 51.6 ms - 2.00x -");
+        assert!(line("eager").starts_with("eager 51.6 ms 51.59 ms to 51.62 ms 4.00x"), "{said}");
+        assert_eq!(span(&Interval { median: 2.0, low: 2.0, high: 2.0 }), "2.00x");
     }
 
     #[test]

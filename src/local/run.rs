@@ -424,7 +424,15 @@ fn go(
 }
 
 /// The task's file in a folder of results.
-const TASK: &str = "task.py";
+pub(super) const TASK: &str = "task.py";
+/// The record of a task's end in there.
+pub(super) const OUTCOME: &str = "outcome.json";
+
+/// How a task ended whose results lie in `folder`, if a run left them there.
+pub(super) fn ended(folder: &Path) -> Option<Outcome> {
+    let text = std::fs::read_to_string(folder.join(OUTCOME)).ok()?;
+    Some(serde_json::from_str::<Record>(&text).ok()?.outcome)
+}
 
 /// Keeps a judged candidate as `kernelfleet export` takes it: `task.py`, `best/` and `verdict.json`.
 ///
@@ -618,14 +626,25 @@ fn reaches(verdict: &Verdict, target: Option<&Target>) -> bool {
 }
 
 fn kept(folder: &Path, key: &str) -> Option<Outcome> {
-    let text = std::fs::read_to_string(folder.join("outcome.json")).ok()?;
+    let text = std::fs::read_to_string(folder.join(OUTCOME)).ok()?;
     let record: Record = serde_json::from_str(&text).ok()?;
     (record.key == key).then_some(record.outcome)
 }
 
 fn keep(folder: &Path, record: &Record) -> std::io::Result<()> {
     let text = serde_json::to_string_pretty(record).map_err(std::io::Error::other)?;
-    replace(&folder.join("outcome.json"), &text)
+    replace(&folder.join(OUTCOME), &text)
+}
+
+/// Tasks of a job's folder that an earlier start has done and that are not among `tasks`, by name.
+#[must_use]
+pub fn earlier(folder: &Path, tasks: &[TaskSource]) -> Vec<String> {
+    let now: Vec<PathBuf> = tasks.iter().map(|t| task_folder(folder, &t.name)).collect();
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten().map(|e| e.path());
+    let mut names: Vec<String> =
+        entries.filter(|path| !now.contains(path)).filter_map(|path| Some(ended(&path)?.task)).collect();
+    names.sort();
+    names
 }
 
 /// Writes a file whole or not at all.
@@ -801,6 +820,9 @@ mod tests {
         let third = Paper::default();
         go(&tasks, &third, &settings);
         assert_eq!(third.opened.load(Ordering::Relaxed), 5);
+        // A start with other tasks leaves these where they are, and can name them.
+        assert_eq!(earlier(folder.path(), &[task("softmax")]), ["attention", "wrong", "zeros"]);
+        assert!(earlier(folder.path(), &tasks.map(task)).is_empty());
     }
 
     #[test]

@@ -105,6 +105,9 @@ pub struct Summary {
     pub before: Before,
     pub seconds: f64,
     pub results: Vec<Line>,
+    /// Tasks whose outcomes of earlier starts lie in the same folder; nothing above counts them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub earlier: Vec<String>,
 }
 
 /// Adds up. `seconds` is the wall time of the run.
@@ -148,6 +151,7 @@ pub fn summarise(outcomes: &[Outcome], seconds: f64) -> Summary {
         },
         seconds,
         results: outcomes.iter().map(line).collect(),
+        earlier: Vec::new(),
     }
 }
 
