@@ -87,7 +87,12 @@ fn a_folder_that_is_no_candidate_is_named() {
     let mine = home.path().join("mine");
     let (task, candidate) = ("examples/tasks/rms_norm.py", "examples/candidates/rms_norm");
     let keep = ["judge", "--task", task, "--candidate", candidate, "--keep", mine.to_str().unwrap()];
-    assert!(says(&kernelfleet(&keep, home.path())).contains("mine holds something else than a kept result"));
+    let refused = says(&kernelfleet(&keep, home.path()));
+    assert!(refused.contains("mine is there already and holds something else than an earlier verdict on this task"));
+    // A folder of results is told where its candidate is.
+    std::fs::write(mine.join("best/model_new.py"), "x").unwrap();
+    let above = ["judge", "--task", task, "--candidate", mine.to_str().unwrap()];
+    assert!(says(&kernelfleet(&above, home.path())).contains("mine/best?"));
     let twice = ["judge", "--task", "examples/tasks/softmax.py", "--candidate", folder, "--recheck", "2"];
     let output = kernelfleet(&twice, home.path());
     assert_eq!(output.status.code(), Some(2));

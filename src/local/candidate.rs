@@ -21,6 +21,8 @@ pub enum Error {
     NotAFolder(PathBuf),
     #[error("{0} has no model_new.py, the file that defines ModelNew")]
     NoModelNew(PathBuf),
+    #[error("{0} has no model_new.py, the file that defines ModelNew; did you mean {0}/best?")]
+    NotBest(PathBuf),
     #[error("{0} is a link; a candidate holds plain files only, copy what it points to")]
     Link(PathBuf),
     #[error("{0} is neither a file nor a folder")]
@@ -50,7 +52,9 @@ pub fn read(folder: &Path) -> Result<Candidate, Error> {
         return Err(Error::NotAFolder(folder.to_path_buf()));
     }
     if !folder.join("model_new.py").is_file() {
-        return Err(Error::NoModelNew(folder.to_path_buf()));
+        // A folder of results, of a run or of `judge --keep`, has the candidate below.
+        let below = folder.join("best/model_new.py").is_file();
+        return Err(if below { Error::NotBest(folder.into()) } else { Error::NoModelNew(folder.into()) });
     }
     let mut files = BTreeMap::new();
     let mut bytes = 0;
@@ -204,7 +208,13 @@ mod tests {
         }
         assert!(matches!(read(d.path()), Err(Error::TooMany(_))));
         std::fs::remove_file(d.path().join("model_new.py")).unwrap();
-        assert!(read(d.path()).unwrap_err().to_string().contains("has no model_new.py"));
+        assert!(
+            read(d.path()).unwrap_err().to_string().ends_with("has no model_new.py, the file that defines ModelNew")
+        );
+        std::fs::create_dir(d.path().join("best")).unwrap();
+        std::fs::write(d.path().join("best/model_new.py"), "x").unwrap();
+        let best = d.path().join("best");
+        assert!(read(d.path()).unwrap_err().to_string().ends_with(&format!("did you mean {}?", best.display())));
     }
 
     #[test]

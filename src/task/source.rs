@@ -11,7 +11,7 @@ pub const MAX_BYTES: u64 = 256 << 10;
 /// A task file as found.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Found {
-    /// The file's stem; where two are alike, the folder's name is put in front.
+    /// The file's stem, or its folder's name where that is `task`; where two are alike, the folder's name is put in front.
     pub name: String,
     pub path: PathBuf,
     pub source: String,
@@ -140,8 +140,19 @@ fn read(path: &Path) -> Result<Found, Error> {
     }
     let content = std::fs::read(path).map_err(failed)?;
     let source = String::from_utf8(content).map_err(|_| Error::NotText(path.to_path_buf()))?;
-    let name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+    let name = name(path);
     Ok(Found { name, path: path.to_path_buf(), source })
+}
+
+/// A file called `task.py` lies in a folder of results or of cases, whose name says more.
+fn name(path: &Path) -> String {
+    let stem = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+    if stem != "task" {
+        return stem;
+    }
+    let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let folder = std::fs::canonicalize(folder).ok();
+    folder.and_then(|p| Some(p.file_name()?.to_string_lossy().into_owned())).unwrap_or(stem)
 }
 
 #[cfg(test)]
@@ -168,6 +179,11 @@ mod tests {
             .unwrap();
         let three = find(&[other.path().join("l.json")], Some(folder.path())).unwrap();
         assert_eq!(names(three), ["10_b", "2_a"]);
+        for level in ["level1", "level2"] {
+            std::fs::write(folder.path().join(level).join("task.py"), "x").unwrap();
+        }
+        let kept = ["level1", "level2"].map(|level| folder.path().join(level).join("task.py"));
+        assert_eq!(names(find(&kept, None).unwrap()), ["level1", "level2"]);
         assert!(find(&[folder.path().to_path_buf()], None).unwrap_err().to_string().contains("holds no task"));
         assert!(find(&[folder.path().join("no.py")], None).unwrap_err().to_string().contains("no.py can't be read"));
     }
