@@ -1,11 +1,15 @@
 //! The command line: subcommands and nothing else.
 
+// `terminal` prints: a closed pipe is no panic.
+#![deny(clippy::print_stdout, clippy::print_stderr)]
+
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
 use kernelfleet::judge::{self, runner};
 use kernelfleet::local::commands::{self, Failure, Output};
+use kernelfleet::local::terminal;
 use kernelfleet::operator;
 use kernelfleet::pod;
 use kernelfleet::sandbox;
@@ -310,7 +314,8 @@ struct Judge {
     /// Share of remembered verdicts that are judged anew all the same and compared, 0 to 1
     #[arg(long, value_name = "SHARE", default_value_t = judge::JUDGED_ANEW, value_parser = share, conflicts_with = "no_cache")]
     recheck: f64,
-    /// Keeps task, candidate and verdict in this folder, as `export --result` takes them; of a batch, a folder each in it
+    /// Keeps task, candidate and verdict in this new folder, as `export --result` takes them; of a batch, a folder each in it.
+    /// An earlier verdict on the same task is replaced, anything else refused
     #[arg(long, value_name = "DIR")]
     keep: Option<PathBuf>,
     #[command(flatten)]
@@ -432,7 +437,7 @@ fn main() -> ExitCode {
     match dispatch(command) {
         Ok(status) => ExitCode::from(status),
         Err(failure) => {
-            eprintln!("kernelfleet: {failure}");
+            terminal::err(&format!("kernelfleet: {failure}"));
             ExitCode::from(failure.status())
         }
     }
@@ -478,7 +483,7 @@ fn inner_role() -> Option<ExitCode> {
     match runner::inherited_channel() {
         Ok(channel) => serve(channel),
         Err(error) => {
-            eprintln!("kernelfleet {command}: {error}");
+            terminal::err(&format!("kernelfleet {command}: {error}"));
             Some(ExitCode::FAILURE)
         }
     }

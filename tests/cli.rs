@@ -282,6 +282,48 @@ fn definitions_are_printed_as_yaml_documents() {
     assert!(text.starts_with("---\n") && text.contains("kind: CustomResourceDefinition"));
 }
 
+/// What a program prints on standard output into a pipe that is closed already.
+#[test]
+fn a_closed_pipe_ends_no_command_with_a_panic() {
+    let home = tempfile::tempdir().unwrap();
+    let commands: [&[&str]; 5] = [
+        &["crds"],
+        &["doctor", "-o", "json"],
+        &["replay", "docs/evidence/episode-smollm2.jsonl"],
+        &["task", "check", "examples/tasks", "--static"],
+        &["run", "no/such.yaml"],
+    ];
+    for arguments in commands {
+        for errors in [false, true] {
+            let (reader, writer) = std::io::pipe().unwrap();
+            drop(reader);
+            let mut command = Command::new(env!("CARGO_BIN_EXE_kernelfleet"));
+            command
+                .args(arguments)
+                .env("KERNELFLEET_CACHE", home.path().join("cache"))
+                .current_dir(env!("CARGO_MANIFEST_DIR"))
+                .stdout(writer.try_clone().unwrap());
+            if errors {
+                command.stderr(writer);
+            }
+            let output = command.output().unwrap();
+            assert!(!says(&output).contains("panicked"), "{arguments:?}: {}", says(&output));
+            assert!(output.status.code().is_some_and(|code| code < 3), "{arguments:?}: {:?}", output.status);
+        }
+    }
+}
+
+#[test]
+fn counters_without_a_card_name_no_option_that_the_command_has_not() {
+    if Path::new("/dev/nvidiactl").exists() {
+        return;
+    }
+    let home = tempfile::tempdir().unwrap();
+    let output = kernelfleet(&["counters", "--task", "examples/tasks/softmax.py"], home.path());
+    assert_eq!(output.status.code(), Some(2));
+    assert!(says(&output).contains("no NVIDIA card here") && !says(&output).contains("--device"), "{}", says(&output));
+}
+
 #[test]
 fn a_machine_without_pytorch_is_told_what_to_do() {
     let home = tempfile::tempdir().unwrap();

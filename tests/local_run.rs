@@ -212,6 +212,20 @@ fn the_candidate_of_the_examples_is_judged_kept_and_exported() {
     let exported = program(home.path()).args(["export", "--result", folder, "-o"]).arg(&package).output().unwrap();
     assert!(exported.status.success(), "{}", String::from_utf8_lossy(&exported.stderr));
     assert!(package.join("candidate/kernels/rms_norm.cpp").is_file());
+    let readme = std::fs::read_to_string(package.join("README.md")).unwrap();
+    assert!(readme.starts_with("# my_norm\n\nrms_norm: Correct;"), "{readme}");
+    assert_eq!(example(&package).trim(), "None");
+    // It is told what it is at, and only on standard error.
+    for phase in ["starting the judge", "rms_norm: opening", "rms_norm: recording", "rms_norm: building"] {
+        assert!(said.contains(phase), "{phase}: {said}");
+    }
+    for phase in ["rms_norm: checking", "rms_norm: measuring", "rms_norm: measuring torch.compile"] {
+        assert!(said.contains(phase), "{phase}: {said}");
+    }
+    // What is kept is replaced by a verdict on the same task alone.
+    let judge = ["judge", "--task", "examples/tasks/softmax.py", "--candidate", "examples/candidates/rms_norm"];
+    let other = program(home.path()).args(judge).args(["--keep", folder]).output().unwrap();
+    assert_eq!(other.status.code(), Some(2));
 }
 
 #[test]

@@ -66,10 +66,7 @@ impl Facts {
 
     fn cuda(toolchain: &Toolchain) -> Result<Self, Error> {
         let none = |why: String| {
-            Error::request(
-                "no_gpu",
-                format!("no GPU can be used here: {why}. Use --device cpu, or see `kernelfleet doctor`"),
-            )
+            Error::request("no_gpu", format!("no GPU can be used here: {why}; `kernelfleet doctor` says more"))
         };
         let seconds = Duration::from_secs(60);
         let mut runner =

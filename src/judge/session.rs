@@ -306,6 +306,25 @@ pub struct Judge {
     recorders: Mutex<Zygote>,
     /// Started when the first candidate needs a process of its own.
     processes: Mutex<Option<Processes>>,
+    told: OnceLock<Phases>,
+}
+
+/// Who is told what an evaluation is at, if anybody is.
+#[derive(Clone, Default)]
+pub(super) struct Phases(Option<Arc<dyn Fn(&str) + Send + Sync>>);
+
+impl Phases {
+    pub(super) fn tell(&self, phase: &str) {
+        if let Some(told) = &self.0 {
+            told(phase);
+        }
+    }
+}
+
+impl std::fmt::Debug for Phases {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Phases")
+    }
 }
 
 /// What candidates' own processes are made from.
@@ -522,7 +541,17 @@ impl Judge {
             hosts: Mutex::new(hosts),
             recorders: Mutex::new(recorders.map_err(fault)?),
             processes: Mutex::new(None),
+            told: OnceLock::new(),
         }))
+    }
+
+    /// Each phase of an evaluation is told as it begins, by its name in `phases_seconds`. To be set once.
+    pub fn telling(&self, told: impl Fn(&str) + Send + Sync + 'static) {
+        let _ = self.told.set(Phases(Some(Arc::new(told))));
+    }
+
+    pub(super) fn phases(&self) -> Phases {
+        self.told.get().cloned().unwrap_or_default()
     }
 
     /// The device that it judges on.

@@ -6,7 +6,7 @@
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
@@ -15,9 +15,10 @@ use serde_json::{Value, json};
 use super::choose::{Chosen, PolicyArguments};
 use super::court::{Real, Unstarted, options, placed};
 use super::environment::{self, Environment};
-use super::progress::Progress;
+use super::progress::{self, Progress, Stage};
 use super::run::{Settings, Trouble};
 use super::summary::summarise;
+use super::terminal::{err, out};
 use super::{candidate, choose, doctor, export, render, run};
 use crate::agent::report;
 use crate::api::job::{self, OptimizationJob};
@@ -76,13 +77,10 @@ pub enum Output {
 }
 
 fn print<T: Serialize>(output: Output, value: &T, table: impl FnOnce() -> String) -> Result<(), Failure> {
-    use std::io::Write;
-    let text = match output {
+    out(&match output {
         Output::Table => table(),
         Output::Json => serde_json::to_string_pretty(value).map_err(Failure::fault)?,
-    };
-    // Somebody who reads only the first lines (`| head`) is no failure.
-    let _ = writeln!(std::io::stdout().lock(), "{text}");
+    });
     Ok(())
 }
 
@@ -92,9 +90,34 @@ pub fn pick(device: Option<Device>) -> Device {
     device.unwrap_or_else(|| if doctor::gpus().is_empty() { Device::Cpu } else { Device::Cuda })
 }
 
-/// A device's slice whose waits for other processes are told on the terminal.
-pub(super) fn slice() -> Arc<Slice> {
-    Slice::telling(|text| eprintln!("{text}"))
+/// A judge for a command of one task: what it waits for and, of an evaluation, what it is at are shown by `stage`. `before`
+/// says what of the command has been done already, in front of the phase.
+pub(super) fn judge_telling(
+    environment: &Environment,
+    options: Options,
+    stage: &Arc<Stage>,
+    before: impl Fn() -> String + Send + Sync + 'static,
+) -> Result<Arc<Judge>, judge::Error> {
+    stage.say(progress::STARTING);
+    let waits = Arc::clone(stage);
+    let judge = Judge::start(&environment.toolchain, options, Slice::telling(move |text| waits.note(text)))?;
+    let phases = Arc::clone(stage);
+    judge.telling(move |name| {
+        if let Some(phase) = progress::phase(name) {
+            phases.say(&format!("{}{phase}", before()));
+        }
+    });
+    Ok(judge)
+}
+
+/// Why a judge did not start, for commands that can be told another device.
+fn no_judge(error: judge::Error) -> Failure {
+    match error {
+        judge::Error::Request { code, message } if code == "no_gpu" => {
+            Failure::Request(format!("{message}; --device cpu judges on this machine's processor"))
+        }
+        other => Failure::from(Trouble::from(other)),
+    }
 }
 
 /// What a judge of this device needs here.
@@ -138,14 +161,15 @@ pub fn crds(write: Option<&Path>, reference: Option<&Path>) -> Result<(), Failur
             return Ok(());
         }
     }
-    for (name, text) in crate::api::definitions().map_err(Failure::fault)? {
-        match write {
-            None => print!("---\n{text}"),
-            Some(folder) => {
-                std::fs::create_dir_all(folder).map_err(Failure::request)?;
-                std::fs::write(folder.join(name), text).map_err(Failure::request)?;
-            }
-        }
+    let definitions = crate::api::definitions().map_err(Failure::fault)?;
+    let Some(folder) = write else {
+        let all: String = definitions.iter().map(|(_, text)| format!("---\n{text}")).collect();
+        out(all.trim_end());
+        return Ok(());
+    };
+    for (name, text) in definitions {
+        std::fs::create_dir_all(folder).map_err(Failure::request)?;
+        std::fs::write(folder.join(name), text).map_err(Failure::request)?;
     }
     Ok(())
 }
@@ -187,7 +211,7 @@ pub fn judge(arguments: &JudgeArguments) -> Result<(), Failure> {
         (None, Some(folder)) => candidate::read_batch(folder).map_err(Failure::request)?,
         _ => return Err(Failure::Request("one of --candidate DIR and --batch DIR says what is judged".into())),
     };
-    let kept = keep_folders(arguments, &candidates)?;
+    let kept = keep_folders(arguments, &task, &candidates)?;
     let device = pick(arguments.device);
     let path = path(arguments, device)?;
     let environment = ready(device)?;
@@ -206,14 +230,16 @@ pub fn judge(arguments: &JudgeArguments) -> Result<(), Failure> {
     let verdicts = judge_candidates(&environment, options, &task, &candidates)?;
     for (folder, ((_, candidate), (_, verdict))) in kept.iter().zip(candidates.iter().zip(&verdicts)) {
         run::keep_judged(folder, &task, candidate, verdict)
+            .and_then(|()| export::keep_name(folder, &task.name))
             .map_err(|e| Failure::Fault(format!("the result can't be kept in {}: {e}", folder.display())))?;
-        if verdict.correct && !verdict.digests.contains_key("plan") {
-            eprintln!("kept in {}; it runs as it is, so there is nothing to export", folder.display());
+        let next = if verdict.correct && !verdict.digests.contains_key("plan") {
+            "it runs as it is, so there is nothing to export".to_owned()
         } else if verdict.correct {
-            eprintln!("kept in {0}; next: kernelfleet export --result {0} -o PACKAGE", folder.display());
+            format!("next: kernelfleet export --result {} -o PACKAGE", folder.display())
         } else {
-            eprintln!("kept in {}; only a correct candidate can be exported", folder.display());
-        }
+            "only a correct candidate can be exported".to_owned()
+        };
+        err(&format!("kept in {}; {next}", folder.display()));
     }
     match (&arguments.batch, verdicts.first()) {
         (None, Some((_, verdict))) => print(arguments.output, verdict, || render::verdict(&task.name, verdict)),
@@ -242,12 +268,24 @@ fn one_task(file: &Path) -> Result<TaskSource, Failure> {
 pub fn counters(task: &Path, folder: Option<&Path>, precision: Precision, output: Output) -> Result<(), Failure> {
     let task = one_task(task)?;
     let candidate = folder.map(candidate::read).transpose().map_err(Failure::request)?;
+    // Said before anything else that a card needs: who has none can't mend the rest.
+    if doctor::gpus().is_empty() {
+        return Err(Failure::Request(
+            "there is no NVIDIA card here, and only a card has these counters; `kernelfleet doctor` says what was looked for"
+                .into(),
+        ));
+    }
     let environment = ready(Device::Cuda)?;
     refuse_by_syntax(&task, &environment)?;
     let failed = |e: judge::Error| Failure::from(Trouble::from(e));
     let options = Options { device: Device::Cuda, path: PathChoice::Plan, precision, ..Options::default() };
-    let judge = Judge::start(&environment.toolchain, options, slice()).map_err(failed)?;
-    let kernels = judge.open(&task).map_err(failed)?.counters(candidate.as_ref()).map_err(failed)?;
+    let stage = Arc::new(Stage::default());
+    let judge = judge_telling(&environment, options, &stage, String::new).map_err(failed)?;
+    stage.say(&format!("opening {}", task.name));
+    let mut session = judge.open(&task).map_err(failed)?;
+    stage.say("counting");
+    let kernels = session.counters(candidate.as_ref()).map_err(failed)?;
+    stage.end();
     let kernels = kernels.map_err(|reason| Failure::Request(report::refused(&reason).trim_end().to_owned()))?;
     print(output, &kernels, || report::counted(&kernels, candidate.is_none()))
 }
@@ -268,18 +306,22 @@ fn path(arguments: &JudgeArguments, device: Device) -> Result<PathChoice, Failur
     }
 }
 
-/// Where each candidate is kept, if it is: nothing that isn't such a result is overwritten.
-fn keep_folders(arguments: &JudgeArguments, candidates: &[(String, Candidate)]) -> Result<Vec<PathBuf>, Failure> {
+/// Where each candidate is kept, if it is: in a new or empty folder, or in place of an earlier verdict on the same task.
+fn keep_folders(
+    arguments: &JudgeArguments,
+    task: &TaskSource,
+    candidates: &[(String, Candidate)],
+) -> Result<Vec<PathBuf>, Failure> {
     let Some(keep) = &arguments.keep else { return Ok(Vec::new()) };
     let folders: Vec<PathBuf> = match &arguments.batch {
         Some(_) => candidates.iter().map(|(name, _)| keep.join(name)).collect(),
         None => vec![keep.clone()],
     };
     for folder in &folders {
-        let there = |name: &str| folder.join(name).exists();
-        if !there("verdict.json") && (there("best") || there("task.py")) {
+        let empty = std::fs::read_dir(folder).map_or(!folder.exists(), |mut entries| entries.next().is_none());
+        if !empty && !export::kept_of(folder, task) {
             return Err(Failure::Request(format!(
-                "--keep: {} holds something else than a kept result; name a new folder",
+                "--keep: {0} is there already and holds something else than an earlier verdict on this task; name a new folder, or remove {0}",
                 folder.display()
             )));
         }
@@ -297,21 +339,31 @@ fn judge_candidates(
     candidates: &[(String, Candidate)],
 ) -> Result<Vec<(String, Verdict)>, Failure> {
     let failed = |e: judge::Error| Failure::from(Trouble::from(e));
-    let judge = Judge::start(&environment.toolchain, options, slice()).map_err(failed)?;
+    let stage = Arc::new(Stage::default());
+    let (done, all, name) = (Arc::new(AtomicUsize::new(0)), candidates.len(), task.name.clone());
+    let judged = Arc::clone(&done);
+    let before = move || match all {
+        1 => format!("{name}: "),
+        _ => format!("{name}: {} of {all} judged, ", judged.load(Ordering::Relaxed)),
+    };
+    let judge = judge_telling(environment, options, &stage, before).map_err(no_judge)?;
     if judge.device() == Device::Cpu {
         judge.warm();
     }
+    stage.say(&format!("{}: opening", task.name));
     let mut session = judge.open(task).map_err(failed)?;
     let only: Vec<Candidate> = candidates.iter().map(|(_, c)| c.clone()).collect();
     let mut verdicts = Vec::new();
     session
         .judge_batch(&only, Effort::Final, |index, verdict| {
+            done.fetch_add(1, Ordering::Relaxed);
             if let Some((name, _)) = candidates.get(index) {
                 tracing::info!(candidate = name, reward = verdict.reward, "judged");
                 verdicts.push((index, (name.clone(), verdict)));
             }
         })
         .map_err(failed)?;
+    stage.end();
     verdicts.sort_by_key(|(index, _)| *index);
     Ok(verdicts.into_iter().map(|(_, judged)| judged).collect())
 }
@@ -501,8 +553,8 @@ fn one_job(
     let modules = &environment.python.modules;
     let wanted = run::pending(tasks, &settings).into_iter().any(|t| syntax::check(&t.source, Some(modules)).is_empty());
     let court: Box<dyn run::Court> = if wanted {
-        let judge =
-            Judge::start(&environment.toolchain, options, slice).map_err(|e| Failure::from(Trouble::from(e)))?;
+        progress.start(progress::STARTING);
+        let judge = Judge::start(&environment.toolchain, options, slice).map_err(no_judge)?;
         if tasks.len() > 2 || device == Device::Cpu {
             judge.warm();
         }
@@ -533,7 +585,7 @@ fn one_job(
             }
             if !finished.load(Ordering::Relaxed) {
                 progress.end();
-                eprintln!("kernelfleet: {}", Failure::Interrupted);
+                err(&format!("kernelfleet: {}", Failure::Interrupted));
                 std::process::exit(i32::from(Failure::Interrupted.status()));
             }
         });
@@ -657,13 +709,14 @@ pub fn check(arguments: &CheckArguments) -> Result<(), Failure> {
     let sound = |t: &Result<source::Found, source::Error>| {
         t.as_ref().is_ok_and(|t| syntax::check(&t.source, modules).is_empty())
     };
+    let stage = Arc::new(Stage::default());
+    let all = tasks.len();
     let judge = if arguments.r#static || !tasks.iter().any(sound) {
         None
     } else {
         let environment = environment.as_ref().map_err(Failure::request)?;
         let options = Options { device, ..Options::default() };
-        let judge = Judge::start(&environment.toolchain, options, slice());
-        Some(judge.map_err(|e| Failure::from(Trouble::from(e)))?)
+        Some(judge_telling(environment, options, &stage, String::new).map_err(no_judge)?)
     };
     let mut checked = Vec::new();
     let mut faults = Vec::new();
@@ -904,12 +957,18 @@ say("ok")
 pub fn export(result: &Path, package: &Path) -> Result<(), Failure> {
     let judged = export::read(result).map_err(Failure::request)?;
     let environment = ready(judged.device)?;
-    export::export(&judged, &environment, package).map_err(|error| match error {
+    let stage = Arc::new(Stage::default());
+    export::export(&judged, &environment, package, &stage).map_err(|error| match error {
         export::Error::Judge(error) => Failure::from(Trouble::from(error)),
         other => Failure::request(other),
     })?;
+    stage.end();
     let name = package.file_name().unwrap_or_default().to_string_lossy();
-    eprintln!("wrote {}; next: from {name} import Model", package.display());
+    err(&format!(
+        "wrote {}; next: from {name} import Model (an example is in {})",
+        package.display(),
+        package.join("README.md").display()
+    ));
     Ok(())
 }
 
@@ -918,11 +977,9 @@ pub fn export(result: &Path, package: &Path) -> Result<(), Failure> {
 /// # Errors
 /// `Request` when the file is no trajectory.
 pub fn replay(path: &Path, full: bool) -> Result<(), Failure> {
-    use std::io::Write;
     let path = &episode(path)?;
     let lines = crate::agent::trajectory::read(path).map_err(Failure::request)?;
-    // Somebody who reads only the first turns (`| head`) is no failure.
-    let _ = write!(std::io::stdout().lock(), "{}", super::story::story(&lines, full));
+    out(super::story::story(&lines, full).trim_end_matches('\n'));
     Ok(())
 }
 

@@ -11,6 +11,10 @@ use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 
 use super::render::{outcome_sentence, reward};
 use super::summary::Outcome;
+use super::terminal::err;
+
+/// What is said while a judge starts: nothing else is seen of it for so long.
+pub const STARTING: &str = "starting the judge (up to 20 s)";
 
 /// Shows the work on a number of tasks.
 #[derive(Debug)]
@@ -43,9 +47,19 @@ impl Progress {
         Self(Kind::Silent)
     }
 
+    /// What is being done before there is work on any task.
+    pub fn start(&self, what: &str) {
+        match &self.0 {
+            Kind::Silent => {}
+            Kind::Lines { .. } => err(what),
+            Kind::Bars { whole, .. } => whole.set_message(what.to_owned()),
+        }
+    }
+
     /// Work on a task begins.
     pub fn begin(&self, task: &str) {
         if let Kind::Bars { all, whole, tasks } = &self.0 {
+            whole.set_message("");
             let bar = all.insert_before(whole, ProgressBar::new_spinner());
             bar.set_style(style("  {spinner} {prefix} {elapsed} {msg}"));
             bar.set_prefix(task.to_owned());
@@ -58,7 +72,7 @@ impl Progress {
     pub fn say(&self, task: &str, what: &str) {
         match &self.0 {
             Kind::Silent => {}
-            Kind::Lines { .. } => eprintln!("{task}: {what}"),
+            Kind::Lines { .. } => err(&format!("{task}: {what}")),
             Kind::Bars { tasks, .. } => {
                 if let Some(bar) = tasks.lock().unwrap_or_else(PoisonError::into_inner).get(task) {
                     bar.set_message(what.to_owned());
@@ -71,7 +85,7 @@ impl Progress {
     pub fn note(&self, text: &str) {
         match &self.0 {
             Kind::Silent => {}
-            Kind::Lines { .. } => eprintln!("{text}"),
+            Kind::Lines { .. } => err(text),
             Kind::Bars { whole, .. } => whole.println(text),
         }
     }
@@ -86,7 +100,7 @@ impl Progress {
             Kind::Lines { total, done } => {
                 let mut done = done.lock().unwrap_or_else(PoisonError::into_inner);
                 *done += 1;
-                eprintln!("[{done}/{total}] {text}");
+                err(&format!("[{done}/{total}] {text}"));
             }
             Kind::Bars { whole, tasks, .. } => {
                 if let Some(bar) = tasks.lock().unwrap_or_else(PoisonError::into_inner).remove(&outcome.task) {
@@ -113,6 +127,75 @@ impl Progress {
             whole.finish_and_clear();
         }
     }
+}
+
+/// Shows what a command of one task is at: a bar on a terminal, else a line where that changes. It is gone when dropped.
+#[derive(Debug)]
+pub struct Stage {
+    bar: Option<ProgressBar>,
+    last: Mutex<String>,
+}
+
+impl Default for Stage {
+    fn default() -> Self {
+        let bar = std::io::stderr().is_terminal().then(|| {
+            let bar = ProgressBar::new_spinner();
+            bar.set_style(style("{spinner} {elapsed} {msg}"));
+            bar.enable_steady_tick(Duration::from_millis(200));
+            bar
+        });
+        Self { bar, last: Mutex::default() }
+    }
+}
+
+impl Stage {
+    /// What is being done now.
+    pub fn say(&self, what: &str) {
+        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        if *last == what {
+            return;
+        }
+        what.clone_into(&mut last);
+        match &self.bar {
+            Some(bar) => bar.set_message(what.to_owned()),
+            None => err(what),
+        }
+    }
+
+    /// A line that stays.
+    pub fn note(&self, text: &str) {
+        match &self.bar {
+            Some(bar) => bar.println(text),
+            None => err(text),
+        }
+    }
+
+    /// Takes the bar away: what comes next is the answer.
+    pub fn end(&self) {
+        if let Some(bar) = &self.bar {
+            bar.finish_and_clear();
+        }
+    }
+}
+
+impl Drop for Stage {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+/// A phase of an evaluation in words; nothing for those that pass in a moment, or whose waits are told by themselves.
+#[must_use]
+pub fn phase(name: &str) -> Option<&'static str> {
+    Some(match name {
+        "prepare" => "drawing parameters",
+        "record" => "recording",
+        "build" => "building",
+        "load" | "correct" => "checking",
+        "measure" => "measuring",
+        "compile" => "measuring torch.compile",
+        _ => return None,
+    })
 }
 
 fn style(template: &str) -> ProgressStyle {

@@ -10,7 +10,7 @@ use serde_json::json;
 use super::run::Run;
 use super::{Stop, incorrect};
 use crate::judge::Device;
-use crate::judge::session::{MINUTES, Session};
+use crate::judge::session::{MINUTES, Phases, Session};
 use crate::judge::timing;
 use crate::judge::verdict::{Against, Interval, LaunchEvidence, Measurement};
 use crate::plan::{self, Library, Op, Plan};
@@ -35,6 +35,8 @@ pub(super) struct Evidence {
     pub(super) speedup: Against<Interval>,
     pub(super) compile: Option<Interval>,
     pub(super) measurement: Option<Measurement>,
+    /// Who is told of each phase as it begins.
+    pub(super) told: Phases,
 }
 
 impl Evidence {
@@ -66,6 +68,7 @@ impl Evidence {
     }
 
     pub(super) fn time<T>(&mut self, phase: &str, work: impl FnOnce(&mut Self) -> T) -> T {
+        self.told.tell(phase);
         let start = Instant::now();
         let done = work(self);
         *self.phases.entry(phase.to_owned()).or_default() += start.elapsed().as_secs_f64();

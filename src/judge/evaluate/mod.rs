@@ -126,7 +126,7 @@ pub(super) struct Ready {
 /// Records, checks and builds a candidate: CPU work that needs no reference host and no slice.
 pub(super) fn ready(fixed: &Fixed, candidate: &Candidate) -> Ready {
     let start = Instant::now();
-    let mut evidence = Evidence::default();
+    let mut evidence = Evidence { told: fixed.judge.phases(), ..Evidence::default() };
     let files: Vec<u8> = serde_json::to_vec(&candidate.files).unwrap_or_default();
     evidence.digests.insert("task".into(), fixed.digest.clone());
     evidence.digests.insert("candidate".into(), digest([files.as_slice()]));
@@ -199,6 +199,7 @@ pub(super) fn compile(fixed: &Fixed, candidate: &Candidate) -> Result<Result<Vec
 /// Judges `candidate` on the open task.
 pub(super) fn evaluate(session: &mut Session, candidate: &Candidate, effort: Effort) -> Result<Verdict, Error> {
     let start = Instant::now();
+    session.fixed.judge.phases().tell("prepare");
     ahead::prepare(session);
     session.meet(effort == Effort::Final)?;
     let prepare = start.elapsed().as_secs_f64();
