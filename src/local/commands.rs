@@ -398,7 +398,7 @@ pub struct RunArguments {
 pub fn run(arguments: &RunArguments) -> Result<(), Failure> {
     let manifest = manifest::read(&arguments.file).map_err(Failure::request)?;
     let device = pick(arguments.device);
-    let jobs: Vec<(&OptimizationJob, Vec<TaskSource>)> = manifest
+    let jobs: Vec<(&OptimizationJob, Given)> = manifest
         .jobs
         .iter()
         .map(|job| Ok((job, tasks_of(job, &manifest, arguments)?)))
@@ -412,12 +412,13 @@ pub fn run(arguments: &RunArguments) -> Result<(), Failure> {
     let mut values = Vec::new();
     let chosen: Vec<Chosen> = jobs
         .iter()
-        .map(|(job, tasks)| {
-            choose::choose(job, &manifest, &arguments.policy, tasks, device, &environment).map_err(Failure::Request)
+        .map(|(job, given)| {
+            choose::choose(job, &manifest, &arguments.policy, &given.tasks, device, &environment)
+                .map_err(Failure::Request)
         })
         .collect::<Result<_, Failure>>()?;
-    for ((job, tasks), chosen) in jobs.iter().zip(&chosen) {
-        let (value, text, faults) = one_job(job, tasks, chosen, device, &environment, arguments, stop)?;
+    for ((job, given), chosen) in jobs.iter().zip(&chosen) {
+        let (value, text, faults) = one_job(job, given, chosen, device, &environment, arguments, stop)?;
         failed += faults;
         if arguments.output == Output::Table {
             print(Output::Table, &value, || text)?;
@@ -455,9 +456,42 @@ fn runnable(job: &OptimizationJob, device: Device) -> Result<(), Failure> {
     Ok(())
 }
 
+/// The tasks of a job, and what of those that were named it leaves out, a sentence each.
+#[derive(Debug)]
+struct Given {
+    tasks: Vec<TaskSource>,
+    left_out: Vec<String>,
+}
+
+/// What a selector takes of the tasks that were found, in their order, and what it leaves out.
+fn select(found: Vec<source::Found>, selector: &job::TaskSelector) -> (Vec<source::Found>, Vec<String>) {
+    let mut told = Vec::new();
+    let given = found.len();
+    let mut tell = |left: &[source::Found], field: &str| {
+        if !left.is_empty() {
+            let names: Vec<String> = left.iter().map(|f| f.name.clone()).collect();
+            told.push(format!(
+                "{} given, {} left out by spec.tasks.taskSet.selector.{field}: {}",
+                render::count(given, "task"),
+                names.len(),
+                render::names(&names)
+            ));
+        }
+    };
+    let wanted = |f: &source::Found| selector.names.as_ref().is_none_or(|names| names.contains(&f.name));
+    let (mut found, others): (Vec<_>, Vec<_>) = found.into_iter().partition(wanted);
+    tell(&others, "names");
+    if let Some(limit) = selector.limit {
+        let rest = found.split_off(usize::try_from(limit).unwrap_or(usize::MAX).min(found.len()));
+        tell(&rest, &format!("limit: {limit}"));
+    }
+    (found, told)
+}
+
 /// The tasks of a job, from the manifest, from ConfigMaps of the same file, or from `--tasks`.
-fn tasks_of(job: &OptimizationJob, manifest: &Manifest, arguments: &RunArguments) -> Result<Vec<TaskSource>, Failure> {
+fn tasks_of(job: &OptimizationJob, manifest: &Manifest, arguments: &RunArguments) -> Result<Given, Failure> {
     let mut tasks = Vec::new();
+    let mut left_out = Vec::new();
     let add = |name: &str, path: PathBuf, source: &str| TaskSource { name: name.into(), path, source: source.into() };
     for task in job.spec.tasks.inline.iter().flatten() {
         tasks.push(add(&task.name, PathBuf::from(format!("{}.py", task.name)), &task.source));
@@ -486,15 +520,16 @@ fn tasks_of(job: &OptimizationJob, manifest: &Manifest, arguments: &RunArguments
         }
         let selector = set.selector.clone().unwrap_or_default();
         let found = source::find(&arguments.tasks, arguments.root.as_deref()).map_err(Failure::request)?;
-        let wanted = found.into_iter().filter(|f| selector.names.as_ref().is_none_or(|n| n.contains(&f.name)));
-        let limit = selector.limit.and_then(|l| usize::try_from(l).ok()).unwrap_or(usize::MAX);
-        tasks.extend(wanted.take(limit).map(|f| TaskSource { name: f.name, path: f.path, source: f.source }));
+        let (wanted, told) = select(found, &selector);
+        left_out = told;
+        tasks.extend(wanted.into_iter().map(|f| TaskSource { name: f.name, path: f.path, source: f.source }));
     } else {
         let found = source::find(&arguments.tasks, arguments.root.as_deref()).map_err(Failure::request)?;
         tasks.extend(found.into_iter().map(|f| TaskSource { name: f.name, path: f.path, source: f.source }));
     }
     if tasks.is_empty() {
-        return Err(Failure::Request(format!("{}: the job has no tasks", arguments.file.display())));
+        let why: String = left_out.iter().map(|line| format!("; {line}")).collect();
+        return Err(Failure::Request(format!("{}: the job has no tasks{why}", arguments.file.display())));
     }
     let mut folders: Vec<PathBuf> = tasks.iter().map(|t| run::task_folder(Path::new(""), &t.name)).collect();
     folders.sort();
@@ -502,12 +537,12 @@ fn tasks_of(job: &OptimizationJob, manifest: &Manifest, arguments: &RunArguments
         let name = pair.first().map(|p| p.display().to_string()).unwrap_or_default();
         return Err(Failure::Request(format!("two tasks are called {name}; give one another name")));
     }
-    Ok(tasks)
+    Ok(Given { tasks, left_out })
 }
 
 fn one_job(
     job: &OptimizationJob,
-    tasks: &[TaskSource],
+    given: &Given,
     chosen: &Chosen,
     device: Device,
     environment: &Environment,
@@ -515,6 +550,7 @@ fn one_job(
     stop: &'static AtomicBool,
 ) -> Result<(Value, String, usize), Failure> {
     let name = job.metadata.name.clone().unwrap_or_else(|| "job".into());
+    let tasks = given.tasks.as_slice();
     let folder = run::task_folder(&arguments.results, &name);
     if arguments.fresh && folder.exists() {
         forget(&folder)?;
@@ -539,12 +575,15 @@ fn one_job(
         workers: workers(job, chosen, device, environment.toolchain.threads),
         until: None,
     };
-    eprintln!(
-        "{name}: {} tasks on the {device_word} device by {}, results in {} (Ctrl-C keeps what is done, the same command goes on)",
-        tasks.len(),
+    for line in &given.left_out {
+        err(&format!("{name}: {line}"));
+    }
+    err(&format!(
+        "{name}: {} on the {device_word} device by {}, results in {} (Ctrl-C keeps what is done, the same command goes on)",
+        render::count(tasks.len(), "task"),
         chosen.about,
         folder.display()
-    );
+    ));
     let began = Instant::now();
     let progress = Arc::new(Progress::new(tasks.len()));
     let told = Arc::clone(&progress);
@@ -1002,5 +1041,31 @@ fn episode(path: &Path) -> Result<PathBuf, Failure> {
             let list = several.iter().map(|f| format!("\n  kernelfleet replay {}", f.display())).collect::<String>();
             Err(Failure::Request(format!("{} holds several episodes, say which:{list}", path.display())))
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn found(names: &[&str]) -> Vec<source::Found> {
+        let one = |name: &&str| source::Found { name: (*name).into(), path: "x.py".into(), source: String::new() };
+        names.iter().map(one).collect()
+    }
+
+    #[test]
+    fn what_a_selector_leaves_out_of_the_tasks_that_were_given_is_told() {
+        let names = |found: &[source::Found]| found.iter().map(|f| f.name.clone()).collect::<Vec<_>>();
+        let limit = job::TaskSelector { names: None, limit: Some(3) };
+        let (taken, told) = select(found(&["a", "b", "c", "d"]), &limit);
+        assert_eq!(names(&taken), ["a", "b", "c"]);
+        assert_eq!(told, ["4 tasks given, 1 left out by spec.tasks.taskSet.selector.limit: 3: d"]);
+        let (taken, told) = select(found(&["a"]), &limit);
+        assert_eq!((names(&taken), told.len()), (vec!["a".to_owned()], 0));
+        let named = job::TaskSelector { names: Some(vec!["b".into()]), limit: Some(3) };
+        let (taken, told) = select(found(&["a", "b"]), &named);
+        assert_eq!(names(&taken), ["b"]);
+        assert_eq!(told, ["2 tasks given, 1 left out by spec.tasks.taskSet.selector.names: a"]);
+        assert!(select(found(&["a"]), &job::TaskSelector::default()).1.is_empty());
     }
 }
