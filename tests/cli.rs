@@ -136,7 +136,7 @@ fn tasks_are_checked_by_syntax_without_running_them() {
     let output = kernelfleet(&["task", "check", "no/such.py", bad.to_str().unwrap(), "--device", "cpu"], home.path());
     let table = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(table.contains("REFUSED   such: no/such.py: can't be read: No such file"), "{table}");
-    assert!(table.contains("bad.py:3: syntax error") && table.contains("2 tasks"), "{table}");
+    assert!(table.contains("bad.py:3: syntax error") && table.contains("2 tasks, checked by syntax only"), "{table}");
     let output = kernelfleet(&["task", "check", "no/such.py", "examples/tasks/softmax.py", "--static"], home.path());
     assert!(String::from_utf8_lossy(&output.stdout).contains("accepted  softmax"));
     let job = home.path().join("job.yaml");
@@ -184,6 +184,12 @@ fn a_task_is_written_around_a_module_and_a_missing_package_is_named() {
         home.path(),
     );
     assert!(says(&typo).contains("torch.nn has no torch.nn.Module called GELUU"));
+    let linear = ["--module", "torch.nn.Linear", "--arguments", "8, 4", "--shape", "2,7", "--shape", "2,8"];
+    let other = kernelfleet(&[&["task", "init", "-o", path, "--force"][..], &linear[..]].concat(), home.path());
+    assert_eq!(other.status.code(), Some(2));
+    let said = says(&other);
+    assert!(said.contains("can't be called with [2, 7] and [2, 8] of float32: TypeError: "), "{said}");
+    assert!(said.contains("say others with --shape"), "{said}");
 }
 
 #[test]

@@ -730,6 +730,9 @@ struct Checked {
     path: PathBuf,
     accepted: bool,
     refusals: Vec<syntax::Refusal>,
+    /// Whether it was run, or tried to be: what has a flaw by syntax isn't.
+    #[serde(skip)]
+    ran: bool,
     /// What running it showed: times, memory, operators, the reference's own error.
     #[serde(skip_serializing_if = "Option::is_none")]
     facts: Option<Value>,
@@ -770,6 +773,7 @@ pub fn check(arguments: &CheckArguments) -> Result<(), Failure> {
                     path,
                     accepted: false,
                     refusals: vec![syntax::Refusal { code: "unreadable".into(), message, line: None }],
+                    ran: false,
                     facts: None,
                 });
                 continue;
@@ -780,12 +784,15 @@ pub fn check(arguments: &CheckArguments) -> Result<(), Failure> {
             task: task.name.clone(),
             path: task.path.clone(),
             accepted: false,
+            ran: false,
             facts: None,
         };
         if line.refusals.is_empty()
             && let Some(judge) = &judge
         {
             let task = TaskSource { name: task.name, path: task.path, source: task.source };
+            line.ran = true;
+            stage.say(&format!("checking {} ({} of {all})", task.name, checked.len() + 1));
             match judge.open(&task).and_then(|mut session| session.check(arguments.seconds)) {
                 Ok(mut facts) => {
                     for refusal in facts["refusals"].as_array().into_iter().flatten() {
@@ -812,22 +819,23 @@ pub fn check(arguments: &CheckArguments) -> Result<(), Failure> {
         line.accepted = line.refusals.is_empty();
         checked.push(line);
     }
-    print(arguments.output, &checked, || checked_table(&checked, judge.is_some()))?;
+    stage.end();
+    print(arguments.output, &checked, || checked_table(&checked))?;
     if let Some(fault) = faults.first() {
         return Err(Failure::Fault(format!(
-            "{} of {} tasks met a fault of the judge; {fault}",
+            "{} of {} met a fault of the judge; {fault}",
             faults.len(),
-            checked.len()
+            render::count(checked.len(), "task")
         )));
     }
     let refused = checked.iter().filter(|c| !c.accepted).count();
     if refused > 0 {
-        return Err(Failure::Request(format!("{refused} of {} tasks refused", checked.len())));
+        return Err(Failure::Request(format!("{refused} of {} refused", render::count(checked.len(), "task"))));
     }
     Ok(())
 }
 
-fn checked_table(checked: &[Checked], ran: bool) -> String {
+fn checked_table(checked: &[Checked]) -> String {
     let mut text = String::new();
     for line in checked {
         if line.accepted {
@@ -857,10 +865,14 @@ fn checked_table(checked: &[Checked], ran: bool) -> String {
         }
     }
     let accepted = checked.iter().filter(|c| c.accepted).count();
-    let how = if ran { "run on this machine" } else { "checked by syntax only" };
+    let how = match checked.iter().filter(|c| c.ran).count() {
+        0 => "checked by syntax only".to_owned(),
+        ran if ran == checked.len() => "run on this machine".to_owned(),
+        ran => format!("{ran} of them run on this machine"),
+    };
     text.push_str(&format!(
-        "\n{} tasks {how}: {accepted} accepted, {} refused",
-        checked.len(),
+        "\n{}, {how}: {accepted} accepted, {} refused",
+        render::count(checked.len(), "task"),
         checked.len() - accepted
     ));
     text
@@ -880,6 +892,10 @@ pub struct InitArguments {
 /// `Request` when the module can't be imported or the file is there already.
 pub fn init(arguments: &InitArguments) -> Result<(), Failure> {
     let request = &arguments.request;
+    // Before the seconds that PyTorch takes to come up.
+    if arguments.file.exists() && !arguments.force {
+        return Err(Failure::Request(format!("{} is there already; --force overwrites it", arguments.file.display())));
+    }
     let local = local(&request.module)?;
     let text = init::render(request, local.as_ref()).map_err(Failure::Request)?;
     let environment = environment::discover().map_err(Failure::request)?;
@@ -904,12 +920,9 @@ pub fn init(arguments: &InitArguments) -> Result<(), Failure> {
             )));
         }
     }
-    constructible(python, request, &text)?;
-    if arguments.file.exists() && !arguments.force {
-        return Err(Failure::Request(format!("{} is there already; --force overwrites it", arguments.file.display())));
-    }
+    usable(python, request, &text)?;
     std::fs::write(&arguments.file, text).map_err(Failure::request)?;
-    eprintln!("wrote {}; next: kernelfleet task check {}", arguments.file.display(), arguments.file.display());
+    err(&format!("wrote {0}; next: kernelfleet task check {0}", arguments.file.display()));
     Ok(())
 }
 
@@ -931,9 +944,10 @@ fn local(module: &str) -> Result<Option<init::Local>, Failure> {
     Ok(Some(init::Local { name: path.file_name().unwrap_or_default().to_string_lossy().into_owned(), text }))
 }
 
-/// Runs the task's text and constructs its model. The module is the user's own choice and runs as the user, as it would
-/// in their own program.
-fn constructible(python: &Path, request: &init::Request, text: &str) -> Result<(), Failure> {
+/// Runs the task's text, constructs its model and calls it once: on tensors without data, and where that can't be done, on
+/// real ones, whose error is then the answer. The module is the user's own choice and runs as the user, as it would in their
+/// own program.
+fn usable(python: &Path, request: &init::Request, text: &str) -> Result<(), Failure> {
     use std::io::Write;
     const QUESTION: &str = r#"
 import sys
@@ -953,6 +967,17 @@ try:
     space["Model"](*space["get_init_inputs"]())
 except BaseException as error:
     say("constructor", error)
+def call():
+    with torch.no_grad():
+        space["Model"](*space["get_init_inputs"]())(*space["get_inputs"]())
+try:
+    with torch.device("meta"):
+        call()
+except BaseException:
+    try:
+        call()
+    except BaseException as error:
+        say("forward", error)
 say("ok")
 "#;
     let class = request.module.rsplit([':', '.']).next().unwrap_or_default();
@@ -969,7 +994,7 @@ say("ok")
     }
     let answer = child.wait_with_output().map_err(Failure::fault)?;
     let said = String::from_utf8_lossy(&answer.stdout);
-    let words = ["ok", "import", "class", "constructor"];
+    let words = ["ok", "import", "class", "constructor", "forward"];
     let mut lines = said.lines().skip_while(|l| !words.contains(l));
     let word = lines.next().unwrap_or("import");
     let why = lines.collect::<Vec<_>>().join(" ");
@@ -980,6 +1005,15 @@ say("ok")
         "constructor" => {
             let given = if request.arguments.is_empty() { "no arguments" } else { &request.arguments };
             format!("{module} can't be constructed with {given}: {}; say others with --arguments", why.trim())
+        }
+        "forward" => {
+            let shapes: Vec<String> = request.shapes.iter().map(|s| format!("{s:?}")).collect();
+            format!(
+                "{module} can't be called with {} of {}: {}; say others with --shape, once for each tensor that forward gets",
+                shapes.join(" and "),
+                request.dtype,
+                why.trim()
+            )
         }
         _ if why.contains("cannot import name") => {
             let package = module.rsplit_once([':', '.']).map_or(module.as_str(), |(package, _)| package);
