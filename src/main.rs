@@ -9,7 +9,7 @@ use std::process::ExitCode;
 use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
 use kernelfleet::judge::{self, runner};
 use kernelfleet::local::commands::{self, Failure, Output};
-use kernelfleet::local::terminal;
+use kernelfleet::local::{run, terminal};
 use kernelfleet::operator;
 use kernelfleet::pod;
 use kernelfleet::sandbox;
@@ -79,7 +79,7 @@ enum Subcommands {
         /// Its namespace; that of the kubeconfig's context if nothing is said
         #[arg(short, long)]
         namespace: Option<String>,
-        /// Folder that gets a folder a task: model_new.py, kernels/, task.py, verdict.json
+        /// Results are kept as DIR/<job>/<task>: model_new.py, kernels/, task.py, verdict.json
         #[arg(short = 'o', long = "output", value_name = "DIR", default_value = "results")]
         folder: PathBuf,
     },
@@ -545,13 +545,18 @@ fn dispatch(command: Subcommands) -> Result<u8, Failure> {
         Subcommands::Export { result, package } => commands::export(&result, &package),
         Subcommands::Replay { trajectory, full } => commands::replay(&trajectory, full),
         Subcommands::Results { job, namespace, folder } => {
+            // As a run lays them: two jobs with a task of the same name keep apart.
+            let folder = run::task_folder(&folder, &job);
             let fetched = operator::fetch::results(&job, namespace.as_deref(), &folder)
                 .map_err(|e| Failure::Request(e.to_string()))?;
             for folder in &fetched.folders {
-                println!("{}", folder.display());
+                terminal::out(&folder.display().to_string());
             }
             if fetched.left_out > 0 {
-                eprintln!("kernelfleet: {} more kernels did not fit into the ConfigMap", fetched.left_out);
+                terminal::err(&format!(
+                    "kernelfleet: {} more kernels did not fit into the ConfigMap",
+                    fetched.left_out
+                ));
             }
             Ok(())
         }
