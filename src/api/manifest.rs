@@ -317,6 +317,15 @@ spec:
     }
 
     #[test]
+    fn a_field_that_was_left_empty_is_told_with_what_belongs_there() {
+        let inline = GOOD.split_once("    inline:\n").unwrap().1;
+        let inline = inline.split_once("  policy:").unwrap().0;
+        let said = refusal(&format!("    inline:\n{inline}"), "");
+        assert!(said.contains("spec.tasks: nothing, a mapping is wanted with fields of configMap, inline"), "{said}");
+        assert!(said.contains("taskSet"), "{said}");
+    }
+
+    #[test]
     fn a_manifest_comes_with_its_defaults() {
         let manifest = parse(Path::new("job.yaml"), GOOD).unwrap();
         let spec = &manifest.jobs[0].spec;

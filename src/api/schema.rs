@@ -47,6 +47,9 @@ pub fn check(value: &Value, schema: &Value, at: &[Step]) -> Vec<Problem> {
     problems
 }
 
+/// Fields that a message names at most.
+const MOST_NAMED: usize = 12;
+
 fn walk(value: &Value, schema: &Value, path: &mut Vec<Step>, problems: &mut Vec<Problem>) {
     if value.is_null() && schema["nullable"] == Value::Bool(true) {
         return;
@@ -66,7 +69,11 @@ fn walk(value: &Value, schema: &Value, path: &mut Vec<Step>, problems: &mut Vec<
             Value::Array(_) | Value::Object(_) | Value::Null => kind(value).to_owned(),
             _ => format!("{} is {}", show(value), kind(value)),
         };
-        problems.push(problem(path, format!("{found}, {} is wanted", article(wanted))));
+        // A field that was left empty: what belongs there is what a person asks next.
+        let fields = schema["properties"].as_object().filter(|_| value.is_null());
+        let fields: Vec<&str> = fields.into_iter().flatten().map(|(name, _)| name.as_str()).take(MOST_NAMED).collect();
+        let with = if fields.is_empty() { String::new() } else { format!(" with fields of {}", fields.join(", ")) };
+        problems.push(problem(path, format!("{found}, {} is wanted{with}", article(wanted))));
         return;
     }
     match value {

@@ -76,7 +76,10 @@ fn pack(result: &Best) -> std::io::Result<Vec<u8>> {
     archive.into_inner()?.finish()
 }
 
-/// Unpacks one archive into a folder of its own under `folder`; files alone, and nothing outside of it.
+/// What lies beside the candidate, which a run keeps in `best/`.
+const BESIDE: [&str; 2] = ["task.py", "verdict.json"];
+
+/// Unpacks one archive into a folder of its own under `folder`, as a run lays out a result; files alone, and nothing outside of it.
 ///
 /// # Errors
 /// When it is no archive, or would write elsewhere.
@@ -101,7 +104,8 @@ pub fn unpack(key: &str, archive: &[u8], folder: &Path) -> Result<PathBuf, Error
         }
     }
     for (path, content) in files {
-        let path = target.join(path);
+        let beside = BESIDE.iter().any(|name| path == Path::new(name));
+        let path = if beside { target.join(path) } else { target.join("best").join(path) };
         let at = |source| Error::Folder { path: path.clone(), source };
         if let Some(parent) = path.parent() {
             std::fs::create_dir_all(parent).map_err(at)?;
@@ -141,9 +145,9 @@ mod tests {
         assert_eq!(packed.files, again.files);
         let folder = tempfile::tempdir().unwrap();
         let target = unpack("relu.tar.gz", &packed.files["relu.tar.gz"], folder.path()).unwrap();
-        assert_eq!(std::fs::read_to_string(target.join("kernels/a.cu")).unwrap(), "x");
+        assert_eq!(std::fs::read_to_string(target.join("best/kernels/a.cu")).unwrap(), "x");
         assert_eq!(std::fs::read_to_string(target.join("task.py")).unwrap(), "class Model: ...");
-        assert!(target.join("verdict.json").exists() && target.join("model_new.py").exists());
+        assert!(target.join("verdict.json").exists() && target.join("best/model_new.py").exists());
     }
 
     #[test]

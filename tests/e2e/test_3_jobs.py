@@ -61,7 +61,7 @@ def test_a_job_of_the_built_in_policy_ends_with_kernels_that_another_judge_confi
             "--task",
             task_file,
             "--candidate",
-            folder,
+            folder / "best",
             "--device",
             "cpu",
             "--output",

@@ -34,7 +34,7 @@ const LAST: Duration = Duration::from_secs(15);
 #[derive(Clone, Debug, clap::Args)]
 pub struct Arguments {
     /// Address that agents, judges and the operator reach, over TLS
-    #[arg(long, value_name = "ADDRESS", default_value = "0.0.0.0:7443")]
+    #[arg(long, value_name = "ADDRESS", default_value = "0.0.0.0:8443")]
     pub listen: SocketAddr,
     /// Certificate chain, PEM; read again when the file changes
     #[arg(long, value_name = "FILE")]
@@ -56,7 +56,7 @@ pub struct Arguments {
     #[arg(long, value_name = "NAME")]
     pub storage_region: Option<String>,
     /// Address of /metrics, /healthz and /readyz, plain HTTP
-    #[arg(long, value_name = "ADDRESS", default_value = "0.0.0.0:9443")]
+    #[arg(long, value_name = "ADDRESS", default_value = "0.0.0.0:8080")]
     pub metrics: SocketAddr,
     /// Name of the GpuPool, for metrics
     #[arg(long, value_name = "NAME", default_value = "default")]
