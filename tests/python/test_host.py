@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ PYTHON = Path(__file__).resolve().parents[2] / "agent-image" / "python"
 sys.path.insert(0, str(PYTHON))
 
 from kernelfleet_host import reference as module  # noqa: E402
+from kernelfleet_host.compile import _remembering  # noqa: E402
 from kernelfleet_host.reference import short  # noqa: E402
 from kernelfleet_host.task import lacks_memory  # noqa: E402
 from kernelfleet_host.tensors import DTYPES, Meta, contiguous_strides  # noqa: E402
@@ -581,6 +583,21 @@ def test_torch_compile_is_measured_with_caches_in_the_working_directory(host: Ho
     assert (tmp_path / "compile" / "inductor").is_dir()
     again = host("compile", slots=[0])
     assert again["compile_seconds"] == said["compile_seconds"]
+
+
+def test_instructions_that_a_program_was_loaded_with_once_are_not_tried_again_and_others_are(tmp_path: Path) -> None:
+    tried = []
+
+    def loads(_isa: Any, code: str) -> bool:
+        tried.append(code)
+        return code == "good"
+
+    isa, other = SimpleNamespace(_arch_flags="-mavx2"), SimpleNamespace(_arch_flags="-mavx512f")
+    for _ in range(2):
+        check = _remembering(loads, str(tmp_path))
+        assert check(isa, "good") and not check(isa, "bad")
+    assert check(other, "good")
+    assert tried == ["good", "bad", "bad", "good"]
 
 
 def test_outputs_in_an_input_are_read_there_and_workspaces_are_poisoned(host: Host) -> None:

@@ -5,9 +5,11 @@ Knows the compiler's settings that a confined child needs. Must not know what th
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +25,8 @@ def warm() -> dict[str, Any]:
     """Imports what the first compile needs; for the zygote, before a fork. Nothing of a task is run.
 
     With `KERNELFLEET_COMPILER_CACHE` (the CPU device) it also finds the processor's vector instructions, which the
-    compiler tries by building programs: ten seconds that every fork would spend again, kept in that folder.
+    compiler tries by building programs and loading each in a Python of its own: ten seconds that every fork would spend
+    again, and every start of a judge. What was built and could be loaded is kept in that folder.
     """
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
@@ -39,11 +42,37 @@ def warm() -> dict[str, Any]:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
         try:
             os.makedirs(folder, exist_ok=True)
-            cpu_vec_isa.pick_vec_isa()
+            tried = cpu_vec_isa.VecISA.check_build
+            cpu_vec_isa.VecISA.check_build = _remembering(tried, folder)  # type: ignore[assignment,method-assign]
+            try:
+                cpu_vec_isa.pick_vec_isa()
+            finally:
+                cpu_vec_isa.VecISA.check_build = tried  # type: ignore[method-assign]
         finally:
             del os.environ["TORCHINDUCTOR_CACHE_DIR"]
             signal.signal(signal.SIGCHLD, reap)
     return {"seconds": time.monotonic() - start}
+
+
+def _remembering(tried: Callable[[Any, str], bool], folder: str) -> Callable[[Any, str], bool]:
+    """`VecISA.check_build` that leaves an empty file in `folder` for what could be loaded, and doesn't try that again.
+
+    What failed may have failed for want of room or time: it is tried by everybody.
+    """
+    from torch._inductor.cpu_vec_isa import _get_isa_dry_compile_fingerprint
+
+    def check_build(isa: Any, code: str) -> bool:
+        key = repr((code, _get_isa_dry_compile_fingerprint(isa._arch_flags), torch.__file__))
+        note = os.path.join(folder, f"loads-{hashlib.sha256(key.encode()).hexdigest()[:32]}")
+        if os.path.exists(note):
+            return True
+        loads = tried(isa, code)
+        if loads:
+            with open(note, "w"):
+                pass
+        return loads
+
+    return check_build
 
 
 class Compiled:
