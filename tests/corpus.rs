@@ -9,10 +9,30 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, PoisonError, RwLock};
 
-use kernelfleet::judge::{Candidate, Device, Effort, Judge, Options, PathChoice, Slice, TaskSource, Verdict};
+use kernelfleet::judge::{Arbiter, Candidate, Device, Effort, Judge, Options, PathChoice, Slice, TaskSource, Verdict};
 use kernelfleet::local::environment;
 use serde_json::Value;
+
+/// Lets every judge measure at once: but for the cases of `ALONE` no figure counts here, so that none has to wait for the
+/// measurements of the others.
+#[derive(Debug)]
+struct AtOnce;
+
+impl Arbiter for AtOnce {
+    fn acquire(&self) -> bool {
+        true
+    }
+
+    fn release(&self) {}
+}
+
+/// Held alone by a case whose figure counts, together by the others.
+static ALONE: RwLock<()> = RwLock::new(());
+
+/// Longest that a hostile candidate may be recorded, seconds: one of them never ends.
+const RECORD: u64 = 15;
 
 struct Case {
     name: String,
@@ -79,9 +99,17 @@ fn complaint(expect: &Value, verdict: &Verdict) -> Option<String> {
 fn judge_all(kind: &str, path: PathChoice) {
     let mut found = environment::discover().expect("the environment of `make env`");
     found.toolchain.program = PathBuf::from(env!("CARGO_BIN_EXE_kernelfleet"));
-    let options =
-        Options { compile: false, device: Device::Cpu, path, measure_seconds: Some(0.0), ..Options::default() };
-    let judge = Judge::start(&found.toolchain, options, Slice::new()).expect("a judge of the CPU device");
+    let usual = Options::default();
+    let options = Options {
+        compile: false,
+        device: Device::Cpu,
+        path,
+        measure_seconds: Some(0.0),
+        record_seconds: if kind == "hostile" { RECORD } else { usual.record_seconds },
+        ..usual
+    };
+    let judge =
+        Judge::start(&found.toolchain, options, Slice::under(Arc::new(AtOnce))).expect("a judge of the CPU device");
     let only = std::env::var("CORPUS_ONLY").ok();
     let neighbour = (kind == "process/hostile")
         .then(|| cases("process/honest").into_iter().find(|c| c.name == "relu").expect("the honest neighbour"));
@@ -94,6 +122,9 @@ fn judge_all(kind: &str, path: PathChoice) {
     let judged = cases.len();
     let mut before: Option<&Case> = None;
     for case in &cases {
+        let figure = case.expect["speedup_at_most"].is_number();
+        let _alone = figure.then(|| ALONE.write().unwrap_or_else(PoisonError::into_inner));
+        let _together = (!figure).then(|| ALONE.read().unwrap_or_else(PoisonError::into_inner));
         let start = std::time::Instant::now();
         if before.is_none_or(|b| b.task.source != case.task.source) {
             drop(session.take());

@@ -125,6 +125,8 @@ pub struct Options {
     pub compile: bool,
     /// Longest that measuring one candidate may go on beyond the least number of blocks, seconds.
     pub measure_seconds: Option<f64>,
+    /// Longest that one recording of a candidate may take, seconds.
+    pub record_seconds: u64,
     /// Verdicts on the same plan and images are remembered, and this share of them, 0 to 1, is judged anew all the
     /// same and compared; `None` judges every candidate.
     pub remembered: Option<f64>,
@@ -144,6 +146,7 @@ impl Default for Options {
             inputs: 5,
             compile: true,
             measure_seconds: None,
+            record_seconds: 60,
             remembered: None,
         }
     }

@@ -74,20 +74,22 @@ fn record_once(
     let judge = &fixed.judge;
     let mut recorder = judge.fork_recorder().map_err(|e| Error::Fault(e.to_string()))?;
     evidence.isolation.extend(recorder.isolation.iter().cloned());
+    let seconds = judge.options.record_seconds;
     let mut body = json!({
         "op": "record", "device": judge.options.device, "files": candidate.files, "init": fixed.described["init"],
         "inputs": fixed.inputs, "state": set.tensors, "libraries": judge.options.libraries,
-        "properties": judge.device.properties, "limits": {"nodes": 20_000, "seconds": 60},
+        "properties": judge.device.properties, "limits": {"nodes": 20_000, "seconds": seconds},
     });
     let fds: Vec<BorrowedFd<'_>> = set.fd.iter().map(AsFd::as_fd).collect();
     if !fds.is_empty() {
         body["fd"] = json!(0);
     }
-    let mut frame = match recorder.ask(&body, &fds, Duration::from_secs(60)) {
+    let mut frame = match recorder.ask(&body, &fds, Duration::from_secs(seconds)) {
         Ok(frame) => frame,
         Err(process::Error::Refused(refused)) => return Err(Stop::Candidate(Box::new(refusal(&refused)))),
         Err(process::Error::Gone { timeout: true, .. }) => {
-            return Err(incorrect("timeout", "the recording of model_new.py did not end within 60 s"));
+            let why = format!("the recording of model_new.py did not end within {seconds} s");
+            return Err(incorrect("timeout", why));
         }
         Err(process::Error::Gone { what, .. }) => {
             return Err(incorrect(
