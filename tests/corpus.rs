@@ -31,8 +31,9 @@ impl Arbiter for AtOnce {
 /// Held alone by a case whose figure counts, together by the others.
 static ALONE: RwLock<()> = RwLock::new(());
 
-/// Longest that a hostile candidate may be recorded, seconds: one of them never ends.
-const RECORD: u64 = 15;
+/// Longest that a hostile candidate may be recorded, seconds: one of them never ends. More than another takes until it has
+/// eaten all the memory that it may.
+const RECORD: u64 = 30;
 
 struct Case {
     name: String,

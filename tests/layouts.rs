@@ -3,6 +3,9 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+#[path = "common/warm.rs"]
+mod warm;
+
 use std::path::PathBuf;
 
 use kernelfleet::agent::builtin::{Facts, propose};
@@ -61,10 +64,10 @@ const DEPTHWISE: [(&str, &str, &str, &str); 3] = [
 
 /// Judges every form that the policy proposes for each task: all are correct, and their labels are these.
 fn forms_are_correct(tasks: &[(&str, &str, &str, &str)], labels: &[&str]) {
-    let cache = tempfile::tempdir().unwrap();
+    let home = tempfile::tempdir().unwrap();
     let mut found = environment::discover().expect("the environment of `make env`");
     found.toolchain.program = PathBuf::from(env!("CARGO_BIN_EXE_kernelfleet"));
-    found.toolchain.cache = cache.path().to_owned();
+    found.toolchain.cache = warm::cache(home.path());
     let options = Options { device: Device::Cpu, compile: false, inputs: 2, ..Options::default() };
     let judge = Judge::start(&found.toolchain, options, Slice::new()).expect("a judge of the CPU device");
     let facts = Facts { threads: 2, layouts_on_cpu: true, ..Facts::default() };
