@@ -158,7 +158,7 @@ pub(super) fn runner(toolchain: &Toolchain, device: Device, beside_helper: bool)
     .into_iter()
     .map(|(k, v)| (k.to_owned(), v.to_owned()))
     .collect();
-    if beside_helper {
+    if beside_helper || toolchain.passive {
         env.push(("OMP_WAIT_POLICY".into(), "passive".into()));
     }
     let limits = match device {

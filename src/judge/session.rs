@@ -511,6 +511,9 @@ impl Judge {
             host_env.insert("KERNELFLEET_COMPILER_CACHE".into(), kept);
         }
         host_env.insert("OMP_NUM_THREADS".into(), toolchain.threads.to_string());
+        if toolchain.passive {
+            host_env.insert("OMP_WAIT_POLICY".into(), "passive".into());
+        }
         let recorder_env: BTreeMap<String, String> =
             [("CUDA_VISIBLE_DEVICES".to_owned(), String::new()), ("OMP_NUM_THREADS".to_owned(), "1".to_owned())].into();
         let fault = |e: process::Error| Error::Fault(e.to_string());
@@ -598,7 +601,7 @@ impl Judge {
     }
 
     fn start_processes(&self) -> Result<Processes, Error> {
-        let env: BTreeMap<String, String> = [
+        let mut env: BTreeMap<String, String> = [
             // Recycled memory, as eager has it.
             ("MALLOC_MMAP_THRESHOLD_", "17179869184".to_owned()),
             ("MALLOC_TRIM_THRESHOLD_", "17179869184".to_owned()),
@@ -610,6 +613,9 @@ impl Judge {
         .into_iter()
         .map(|(k, v)| (k.to_owned(), v))
         .collect();
+        if self.toolchain.passive {
+            env.insert("OMP_WAIT_POLICY".into(), "passive".into());
+        }
         let python_path = self.toolchain.agent_image.join("python");
         let fault = |e: process::Error| Error::Fault(e.to_string());
         let command = python_command(&self.toolchain.python, "kernelfleet_process", &python_path, &env);

@@ -74,6 +74,9 @@ pub struct Toolchain {
     pub program: PathBuf,
     /// CPU threads for reference and candidate on the CPU device.
     pub threads: usize,
+    /// Threads of OpenMP, the reference's and a candidate's alike, sleep while they wait for each other instead of spinning:
+    /// for a machine that has other work.
+    pub passive: bool,
     pub runner_filter: RunnerFilter,
     /// Longest that an interval of measurements is waited for to become narrow; the judge's own choice if nothing is said.
     pub measure: Option<Duration>,

@@ -111,6 +111,11 @@ pub fn discover() -> Result<Environment, Error> {
     }
     let mut python_read = vec![facts.prefix.clone(), facts.base_prefix.clone()];
     python_read.extend(facts.site.iter().cloned());
+    let passive = std::env::var_os("OMP_WAIT_POLICY").is_some_and(|said| said.eq_ignore_ascii_case("passive"));
+    if passive {
+        // What is measured so is another measurement.
+        versions.insert("omp_wait_policy".into(), "passive".into());
+    }
     // A symbolic link in the way is followed by the loader, so the real folder must be readable as well.
     let real: Vec<PathBuf> = python_read.iter().chain([&python]).filter_map(|p| p.canonicalize().ok()).collect();
     python_read.extend(real.into_iter().filter(|p| p.is_dir()));
@@ -126,6 +131,7 @@ pub fn discover() -> Result<Environment, Error> {
         cache,
         program,
         threads: std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
+        passive,
         runner_filter: runner_filter(std::env::var_os("KERNELFLEET_RUNNER_SECCOMP"))?,
         measure: measure(std::env::var_os("KERNELFLEET_MEASURE_SECONDS"))?,
         versions,

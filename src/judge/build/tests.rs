@@ -22,6 +22,7 @@ fn toolchain(cache: &Path) -> Toolchain {
         cache: cache.into(),
         program: PathBuf::new(),
         threads: 1,
+        passive: false,
         runner_filter: crate::judge::toolchain::RunnerFilter::Off,
         measure: None,
         versions: BTreeMap::new(),
