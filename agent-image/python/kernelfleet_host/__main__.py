@@ -12,6 +12,7 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import torch
+import torch._dynamo  # noqa: F401  # a run on meta tensors does, which would cost each host a second
 from kernelfleet_zygote import Channel, Start, serve
 
 from kernelfleet_host.compile import warm

@@ -74,6 +74,7 @@ def serve(
             elif ops and op in ops:
                 close_all(fds)
                 reply = {"ok": True, **ops[op]()}
+                gc.freeze()  # or each child looks through what was imported, and copies its pages
             else:
                 close_all(fds)
                 raise Refused("unknown_op", f"a zygote knows ping and fork, not {op!r}")
