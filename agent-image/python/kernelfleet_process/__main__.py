@@ -6,18 +6,20 @@ Knows `hello`, `load`, `run`, `ready`, `trace` and `close`. The native part is l
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import platform
 import sys
 import sysconfig
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # its threads would start at import, before the fork
+gc.disable()  # until it serves
 
-import torch
-import torch.utils.cpp_extension
-from kernelfleet_zygote import Channel, Start, serve, serve_ops
+import torch  # noqa: E402
+import torch.utils.cpp_extension  # noqa: E402
+from kernelfleet_zygote import Channel, Start, serve, serve_ops  # noqa: E402
 
-from kernelfleet_process.candidate import Candidate
+from kernelfleet_process.candidate import Candidate  # noqa: E402
 
 
 def child_main(channel: Channel, start: Start) -> None:

@@ -5,10 +5,12 @@ Knows `hello`, `record` and `close`. Must not know candidates before it forks: t
 
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a recorder never touches a GPU
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # its threads would start at import, before the fork
+gc.disable()  # until it serves
 
 import platform  # noqa: E402
 
