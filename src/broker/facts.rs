@@ -302,7 +302,7 @@ pub fn job(facts: &Facts<'_>) -> JobFacts {
     let count = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
     let mut tally = Tally::default();
     let mut declined: BTreeMap<usize, bool> = BTreeMap::new();
-    let mut endings: BTreeMap<usize, (u32, &super::core::kept::Ending)> = BTreeMap::new();
+    let mut endings: BTreeMap<usize, (u32, &super::core::kept::Ending, u32)> = BTreeMap::new();
     let (mut running, mut succeeded, mut failed, mut faulted) = (0, 0, 0, 0);
     for (episode, _) in &facts.episodes {
         tally.merge(&episode.tally);
@@ -314,7 +314,8 @@ pub fn job(facts: &Facts<'_>) -> JobFacts {
         }
         if let (Some((task, _)), Some(ending)) = (facts.job.place(episode.index), &episode.ending) {
             *declined.entry(task).or_insert(false) |= ending.state == "declined";
-            endings.insert(task, (episode.index, ending));
+            let ended = endings.get(&task).map_or(0, |e| e.2) + u32::from(finished(episode).is_some());
+            endings.insert(task, (episode.index, ending, ended));
         }
     }
     let best = best(facts);
@@ -323,8 +324,9 @@ pub fn job(facts: &Facts<'_>) -> JobFacts {
     let mut ranked: Vec<_> = best.iter().collect();
     ranked.sort_by(|a, b| b.1.1.rank().total_cmp(&a.1.1.rank()));
     let name = |task: usize| facts.job.tasks.get(task).map(|t| t.name.clone()).unwrap_or_default();
-    // A person asks for the reason of a task that has come to nothing first.
-    let without = endings.iter().filter(|(task, _)| !best.contains_key(task)).map(|(task, (index, ending))| Best {
+    // Of a task that came to nothing a person asks for the reason; one with attempts left hasn't yet.
+    let nothing = endings.iter().filter(|(task, e)| !best.contains_key(task) && e.2 >= facts.job.attempts);
+    let without = nothing.map(|(task, (index, ending, _))| Best {
         task: name(*task),
         episode: *index,
         reason: match &ending.reason {
@@ -363,10 +365,18 @@ pub fn job(facts: &Facts<'_>) -> JobFacts {
         geomean_eager: rates.geomean_eager.unwrap_or_default(),
         geomean_compile: rates.geomean_compile.unwrap_or_default(),
         untrusted: rates.untrusted,
-        best: named.chain(without).take(MOST_BEST).collect(),
+        best: listed(named.collect(), without.collect()),
         queued: count(facts.queued),
         slice_seconds: facts.usage.charged,
     }
+}
+
+/// The results that are told: the best ones, and in the last quarter of the places those without, where there are so many.
+fn listed(mut named: Vec<Best>, without: Vec<Best>) -> Vec<Best> {
+    named.truncate(MOST_BEST - without.len().min(MOST_BEST / 4));
+    named.extend(without);
+    named.truncate(MOST_BEST);
+    named
 }
 
 #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a sum of counts")]
@@ -483,6 +493,7 @@ mod tests {
             episode(2, done, Some("judged"), Some(judged(1, 0.5))),
             episode(3, EpisodeState::Running, None, Some(judged(3, 100.0))),
             episode(4, done, Some("declined"), None),
+            episode(5, done, Some("declined"), None),
             episode(6, done, Some("failed"), None),
             episode(8, done, Some("judged"), Some(judged(-1, 9.0))),
         ];
@@ -490,21 +501,32 @@ mod tests {
         let episodes = rows.iter().map(|e| (e, &void)).collect();
         let facts = job(&Facts { job: &job_row, usage: &usage, queued: 3, episodes });
         assert_eq!((facts.tasks, facts.episodes, facts.running), (5, 10, 1));
-        assert_eq!((facts.succeeded, facts.failed, facts.faulted), (3, 2, 1));
-        assert_eq!((facts.turns, facts.tokens_read, facts.declined), (14, 700, 1));
+        assert_eq!((facts.succeeded, facts.failed, facts.faulted), (3, 3, 1));
+        assert_eq!((facts.turns, facts.tokens_read, facts.declined), (16, 800, 1));
         assert_eq!((facts.correct, facts.faster_eager, facts.faster_compile), (2, 1, 1));
         assert!((facts.geomean_eager - 2.0).abs() < 1e-9 && (facts.geomean_compile - 1.0).abs() < 1e-9);
         let names: Vec<_> = facts.best.iter().map(|b| (b.task.as_str(), b.episode, b.reward)).collect();
-        let nothing = [("t2", 4, 0), ("t3", 6, 0)];
-        assert_eq!(names, [&[("t0", 1, 3), ("t1", 2, 1), ("t4", 8, -1)], nothing.as_slice()].concat());
-        let reasons: Vec<_> = facts.best.iter().skip(3).map(|b| b.reason.as_str()).collect();
-        assert_eq!(reasons, ["declined: it doesn't attempt sort", "failed"]);
+        assert_eq!(names, [("t0", 1, 3), ("t1", 2, 1), ("t4", 8, -1), ("t2", 5, 0)], "t3 has an attempt left");
+        assert_eq!(facts.best[3].reason, "declined: it doesn't attempt sort");
         assert_eq!((facts.untrusted, facts.best[0].measurement.as_str()), (0, "exclusive"));
         let one = [episode(0, done, Some("judged"), Some(judged(2, 2.0)))];
         let episodes = one.iter().map(|e| (e, &void)).collect();
         let facts = job(&Facts { job: &job_row, usage: &usage, queued: 3, episodes });
         assert_eq!((facts.untrusted, facts.best[0].measurement.as_str()), (1, "shared"));
         assert_eq!((facts.queued, facts.slice_seconds), (3, 12.5));
+    }
+
+    #[test]
+    fn tasks_that_came_to_nothing_have_places_among_many_results() {
+        let of = |prefix: &str, n: usize| -> Vec<Best> {
+            (0..n).map(|i| Best { task: format!("{prefix}{i}"), ..Best::default() }).collect()
+        };
+        let named = |list: &[Best]| list.iter().filter(|b| b.task.starts_with('n')).count();
+        let both = listed(of("n", 200), of("w", 100));
+        assert_eq!((both.len(), named(&both)), (MOST_BEST, 48));
+        let few = listed(of("n", 3), of("w", 100));
+        assert_eq!((few.len(), named(&few)), (MOST_BEST, 3));
+        assert_eq!(listed(of("n", 100), of("w", 2)).len(), MOST_BEST);
     }
 
     #[test]

@@ -59,7 +59,6 @@ impl Session {
                 });
             }
             drop(sender);
-            evaluate::compile_reference(self, effort)?;
             for (judged, (index, ready)) in receiver.into_iter().enumerate() {
                 told(index, evaluate::finish(self, ready, effort, judged + 1 < candidates.len())?);
             }

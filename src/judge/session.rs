@@ -441,6 +441,8 @@ pub struct Session {
     pub(super) spare: Option<evaluate::ahead::Spare>,
     /// The runner of the last candidate of a batch, for the next one.
     pub(super) worn: Option<evaluate::ahead::Worn>,
+    /// Candidates that the present runner has served.
+    pub(super) served: usize,
     #[expect(dead_code, reason = "held for its end")]
     reserved: Option<Reservation>,
     pub(super) baseline: Option<Baseline>,
@@ -726,6 +728,7 @@ impl Judge {
             helper: None,
             spare: None,
             worn: None,
+            served: 0,
             reserved,
             baseline,
             compiled: false,

@@ -969,7 +969,7 @@ except BaseException as error:
     say("constructor", error)
 def call():
     with torch.no_grad():
-        space["Model"](*space["get_init_inputs"]())(*space["get_inputs"]())
+        space["Model"](*space["get_init_inputs"]()).eval()(*space["get_inputs"]())
 try:
     with torch.device("meta"):
         call()
@@ -996,8 +996,13 @@ say("ok")
     let said = String::from_utf8_lossy(&answer.stdout);
     let words = ["ok", "import", "class", "constructor", "forward"];
     let mut lines = said.lines().skip_while(|l| !words.contains(l));
-    let word = lines.next().unwrap_or("import");
-    let why = lines.collect::<Vec<_>>().join(" ");
+    let word = lines.next();
+    let why = match word {
+        Some(_) => lines.collect::<Vec<_>>().join(" "),
+        // It was killed before it could say a word.
+        None => format!("calling it ended Python ({})", answer.status),
+    };
+    let word = word.unwrap_or("import");
     let module = &request.module;
     Err(Failure::Request(match word {
         "ok" => return Ok(()),

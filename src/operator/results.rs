@@ -30,6 +30,10 @@ pub enum Error {
     Outside { name: String, path: String },
     #[error("the archive {0} unpacks to more than {MOST_UNPACKED} bytes")]
     TooLarge(String),
+    #[error(
+        "{0} holds a result of `kernelfleet run`, which a fetched one would be mixed with; name another folder with -o"
+    )]
+    Occupied(PathBuf),
     #[error("{path} can't be written: {source}")]
     Folder { path: PathBuf, source: std::io::Error },
 }
@@ -103,6 +107,17 @@ pub fn unpack(key: &str, archive: &[u8], folder: &Path) -> Result<PathBuf, Error
             files.push((path, content));
         }
     }
+    if target.join("outcome.json").exists() {
+        return Err(Error::Occupied(target));
+    }
+    // Of a result that was fetched before nothing stays.
+    let best = target.join("best");
+    match std::fs::remove_dir_all(&best) {
+        Err(source) if source.kind() != std::io::ErrorKind::NotFound => {
+            return Err(Error::Folder { path: best, source });
+        }
+        _ => {}
+    }
     for (path, content) in files {
         let beside = BESIDE.iter().any(|name| path == Path::new(name));
         let path = if beside { target.join(path) } else { target.join("best").join(path) };
@@ -148,6 +163,12 @@ mod tests {
         assert_eq!(std::fs::read_to_string(target.join("best/kernels/a.cu")).unwrap(), "x");
         assert_eq!(std::fs::read_to_string(target.join("task.py")).unwrap(), "class Model: ...");
         assert!(target.join("verdict.json").exists() && target.join("best/model_new.py").exists());
+        std::fs::write(target.join("best/kernels/old.cu"), "of a result before").unwrap();
+        unpack("relu.tar.gz", &packed.files["relu.tar.gz"], folder.path()).unwrap();
+        assert!(target.join("best/kernels/a.cu").exists() && !target.join("best/kernels/old.cu").exists());
+        std::fs::write(target.join("outcome.json"), "{}").unwrap();
+        let error = unpack("relu.tar.gz", &packed.files["relu.tar.gz"], folder.path()).unwrap_err().to_string();
+        assert!(error.contains("holds a result of `kernelfleet run`"), "{error}");
     }
 
     #[test]

@@ -5,6 +5,7 @@ Knows the compiler's settings that a confined child needs. Must not know what th
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import signal
@@ -59,7 +60,10 @@ def _remembering(tried: Callable[[Any, str], bool], folder: str) -> Callable[[An
 
     What failed may have failed for want of room or time: it is tried by everybody.
     """
-    from torch._inductor.cpu_vec_isa import _get_isa_dry_compile_fingerprint
+    try:
+        from torch._inductor.cpu_vec_isa import _get_isa_dry_compile_fingerprint
+    except ImportError:  # it is PyTorch's own and may go
+        return tried
 
     def check_build(isa: Any, code: str) -> bool:
         key = repr((code, _get_isa_dry_compile_fingerprint(isa._arch_flags), torch.__file__))
@@ -68,7 +72,7 @@ def _remembering(tried: Callable[[Any, str], bool], folder: str) -> Callable[[An
             return True
         loads = tried(isa, code)
         if loads:
-            with open(note, "w"):
+            with contextlib.suppress(OSError), open(note, "w"):
                 pass
         return loads
 

@@ -103,8 +103,9 @@ fn check_ask(op: Op, candidates: usize) -> Result<(), Status> {
     let (least, most) = match op {
         Op::Check | Op::Trace | Op::Reference => (0, 0),
         Op::Counters => (0, 1),
-        Op::Compile => (1, 1),
-        Op::Verify | Op::Screen | Op::Final => (1, MOST_CANDIDATES),
+        // An episode's score is one candidate's, which follows no other in its process.
+        Op::Compile | Op::Final => (1, 1),
+        Op::Verify | Op::Screen => (1, MOST_CANDIDATES),
     };
     if (least..=most).contains(&candidates) {
         return Ok(());
@@ -349,7 +350,10 @@ mod tests {
     fn keys_and_counts_of_candidates_are_bounded() {
         assert!(check_key("k-1").is_ok() && check_key("").is_err() && check_key(&"k".repeat(65)).is_err());
         assert!(
-            check_ask(Op::Trace, 1).is_err() && check_ask(Op::Compile, 2).is_err() && check_ask(Op::Final, 0).is_err()
+            check_ask(Op::Trace, 1).is_err()
+                && check_ask(Op::Compile, 2).is_err()
+                && check_ask(Op::Final, 0).is_err()
+                && check_ask(Op::Final, 2).is_err()
         );
         assert_eq!((wait(-1.0), wait(f64::NAN), wait(1e9)), (Duration::ZERO, Duration::ZERO, Duration::from_secs(60)));
     }

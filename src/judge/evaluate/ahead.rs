@@ -60,9 +60,13 @@ pub(super) struct Taken {
     pub(super) worn: bool,
 }
 
+/// Candidates that one runner serves at most: its limits, of processor time among them, are for a few.
+const SERVED: usize = 16;
+
 /// Keeps a card's runner, whose candidate was accepted, for the next one of the batch.
 pub(super) fn keep(session: &mut Session, mut runner: Runner, isolation: Vec<String>) {
-    if session.fixed.judge.options.device == Device::Cuda && runner.unload(RUNNER).is_ok() {
+    session.served += 1;
+    if session.fixed.judge.options.device == Device::Cuda && session.served < SERVED && runner.unload(RUNNER).is_ok() {
         session.worn = Some(Worn { runner, isolation });
     }
 }
@@ -101,6 +105,7 @@ pub(super) fn take(session: &mut Session, beside_helper: bool) -> Result<Taken, 
     if let Some(Worn { runner, isolation }) = session.worn.take() {
         return Ok(Taken { runner, isolation, worn: true });
     }
+    session.served = 0;
     if let Some(Spare { mut runner, isolation, waiting }) = session.spare.take() {
         drop(waiting);
         if !beside_helper && runner.hello(RUNNER).is_ok() {

@@ -213,24 +213,6 @@ pub(super) fn evaluate(session: &mut Session, candidate: &Candidate, effort: Eff
     finish(session, ready, effort, false)
 }
 
-/// Compiles the reference where its baseline is not known, while the candidates of a batch are built.
-pub(super) fn compile_reference(session: &mut Session, effort: Effort) -> Result<(), Error> {
-    let judge = Arc::clone(&session.fixed.judge);
-    if effort != Effort::Final || !judge.options.compile || session.baseline.is_some() || session.compiled {
-        return Ok(());
-    }
-    {
-        let _shared = judge.slice.share();
-        session.select(0)?;
-    }
-    let _beside = judge.slice.pausable(session.host.pid);
-    match measure::prepare_compile(session) {
-        Err(Stop::Error(error)) => Err(error),
-        // No candidate is there to be at fault.
-        Ok(()) | Err(Stop::Candidate(_)) => Ok(()),
-    }
-}
-
 /// Runs, compares and measures what `ready` made, unless a verdict on the same is remembered. With `more` to come, the
 /// next one's runner is started meanwhile.
 pub(super) fn finish(session: &mut Session, ready: Ready, effort: Effort, more: bool) -> Result<Verdict, Error> {
@@ -253,11 +235,23 @@ pub(super) fn finish(session: &mut Session, ready: Ready, effort: Effort, more: 
         }
         stored = Some(entry);
     }
-    let before = session.worn.is_some().then(|| evidence.clone());
+    // Only a plan takes the runner that another candidate has left.
+    let worn = session.worn.is_some() && matches!(made, Made::Plan(..));
+    let before = worn.then(|| evidence.clone());
+    let began = Instant::now();
     let mut done = steps(session, &made, effort, more, &mut evidence);
     if let Some(before) = before.filter(|_| doubtful(&done)) {
+        let first = std::mem::replace(&mut done, Ok(()));
         evidence = before;
+        evidence.phases.insert("again".into(), began.elapsed().as_secs_f64());
         done = steps(session, &made, effort, more, &mut evidence);
+        // What was found first and not again may be another candidate's doing, or this one's by chance: a person may look.
+        if let (Err(Stop::Candidate(reason)), Ok(())) = (first, &done) {
+            evidence.audit.push(format!(
+                "refused after another candidate of its batch ({}: {}), accepted in a process of its own",
+                reason.code, reason.message
+            ));
+        }
     }
     // Against a reference that found no memory for its graph a speedup says too much: nothing is to come of it later.
     let short = evidence.short;
@@ -270,7 +264,8 @@ pub(super) fn finish(session: &mut Session, ready: Ready, effort: Effort, more: 
         }
         Some(entry) => entry.against(&places, fresh),
     };
-    if keep && !short {
+    // Nor is a verdict from a context that another candidate had used told to one that asks alone.
+    if keep && !short && !worn {
         fixed.judge.cache.put(remember::KIND, &key, &Entry::new(&verdict, &places));
     }
     Ok(verdict)
@@ -367,14 +362,9 @@ fn verdict(session: &Session, grade: Grade, evidence: Evidence, failure: Option<
     }
 }
 
-/// Whether what came of a candidate in a runner that another one had used may be that one's doing: anything but its verdict. One
-/// that runs for ever does so by itself.
+/// Whether what came of a candidate in a runner that another one had used may be that one's doing: anything but its verdict.
 fn doubtful(done: &Result<(), Stop>) -> bool {
-    match done {
-        Ok(()) | Err(Stop::Error(Error::Request { .. })) => false,
-        Err(Stop::Error(Error::Fault(_))) => true,
-        Err(Stop::Candidate(reason)) => reason.code != "timeout",
-    }
+    matches!(done, Err(Stop::Candidate(_) | Stop::Error(Error::Fault(_))))
 }
 
 fn steps(session: &mut Session, made: &Made, effort: Effort, more: bool, evidence: &mut Evidence) -> Result<(), Stop> {

@@ -14,6 +14,7 @@ use crate::judge::Device;
 use crate::judge::runner::client::write_constants;
 use crate::judge::session::{MINUTES, Session, secret_seed, task_error};
 use crate::judge::timing;
+use crate::plan::Op;
 use serde_json::json;
 use std::os::fd::AsFd;
 
@@ -184,6 +185,10 @@ impl Subject for Planned<'_> {
     }
 
     fn leave(self: Box<Self>, session: &mut Session, evidence: &Evidence) {
+        // A library's handles and kernels stay in a context for good: nothing makes them anew for whoever comes next.
+        if self.recording.plan.nodes.iter().any(|node| matches!(node.op, Op::Library(_))) {
+            return;
+        }
         ahead::keep(session, self.run.runner, evidence.isolation.iter().cloned().collect());
     }
 }

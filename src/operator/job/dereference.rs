@@ -9,6 +9,7 @@ use k8s_openapi::api::core::v1::{ConfigMap, Pod, Service};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 use kube::api::{Api, ListParams};
 
+use super::status::Lacks;
 use crate::api::{GpuPool, ModelEndpoint, OptimizationJob, TaskSet};
 use crate::operator::broker::Address;
 use crate::operator::conditions;
@@ -60,32 +61,38 @@ pub struct Facts {
 }
 
 /// Why a pool isn't ready, where that means that nothing is judged; one whose parts are being replaced goes on.
-const NO_JUDGE: [&str; 5] = ["Starting", "BrokerNotReady", "BrokerUnreachable", "JudgesNotReady", "NoJudges"];
-/// Why an endpoint isn't ready, where its gateway goes on.
-const GOES_ON: [&str; 1] = ["GatewayUpdating"];
+const NO_JUDGE: [&str; 4] = ["Starting", "BrokerNotReady", "JudgesNotReady", "NoJudges"];
+/// Those of them that say that its broker isn't there.
+const NO_BROKER: [&str; 2] = ["Starting", "BrokerNotReady"];
+/// Why an endpoint isn't ready, where it has no gateway; one whose spec was made worse keeps that of before.
+const NO_GATEWAY: [&str; 2] = ["Starting", "GatewayNotReady"];
 
 impl Facts {
-    /// The pool or the endpoint that isn't ready, so that episodes wait for it: a state and a sentence.
+    /// The pool or the endpoint that isn't ready, so that episodes wait for it.
     #[must_use]
-    pub fn lacks(&self) -> Option<(&'static str, String)> {
-        let unready = |conditions: &[Condition], of: &dyn Fn(&str) -> bool| {
-            let ready = conditions::get(conditions, "Ready").filter(|c| c.status == "False" && of(&c.reason));
-            ready.map(|c| c.message.clone())
+    pub fn lacks(&self) -> Option<Lacks> {
+        let unready = |conditions: &[Condition], reasons: &[&str]| {
+            let ready = conditions::get(conditions, "Ready");
+            ready.filter(|c| c.status == "False" && reasons.contains(&c.reason.as_str())).cloned()
         };
         if let Found::Is(pool) = &self.pool
-            && let Some(why) = pool.status.as_ref().and_then(|s| unready(&s.conditions, &|r| NO_JUDGE.contains(&r)))
+            && let Some(said) = pool.status.as_ref().and_then(|s| unready(&s.conditions, &NO_JUDGE))
         {
             let name = pool.metadata.name.clone().unwrap_or_default();
-            let message =
-                format!("the GpuPool `{name}` is not ready: {why}; kubectl describe gpupool {name} says more");
-            return Some(("PoolNotReady", message));
+            let why = format!(
+                "the GpuPool `{name}` is not ready: {}; kubectl describe gpupool {name} says more",
+                said.message
+            );
+            let broker = NO_BROKER.contains(&said.reason.as_str());
+            return Some(Lacks { state: "PoolNotReady", why, broker });
         }
         if let Some((Found::Is(endpoint), _)) = &self.endpoint
-            && let Some(why) = endpoint.status.as_ref().and_then(|s| unready(&s.conditions, &|r| !GOES_ON.contains(&r)))
+            && let Some(said) = endpoint.status.as_ref().and_then(|s| unready(&s.conditions, &NO_GATEWAY))
         {
             let name = endpoint.metadata.name.clone().unwrap_or_default();
             let hint = format!("kubectl describe modelendpoint {name} says more");
-            return Some(("EndpointNotReady", format!("the ModelEndpoint `{name}` is not ready: {why}; {hint}")));
+            let why = format!("the ModelEndpoint `{name}` is not ready: {}; {hint}", said.message);
+            return Some(Lacks { state: "EndpointNotReady", why, broker: false });
         }
         None
     }
@@ -293,11 +300,13 @@ mod tests {
             trouble: None,
             said: None,
         };
-        let (state, why) = facts("JudgesNotReady", "GatewayNotReady").lacks().unwrap();
-        assert_eq!(state, "PoolNotReady");
+        let Lacks { state, why, broker } = facts("JudgesNotReady", "GatewayNotReady").lacks().unwrap();
+        assert_eq!((state, broker), ("PoolNotReady", false));
+        assert!(facts("BrokerNotReady", "GatewayNotReady").lacks().unwrap().broker);
         assert!(why.contains("none of 1 judges is ready; kubectl describe gpupool x says more"), "{why}");
-        assert_eq!(facts("JudgesUpdating", "GatewayNotReady").lacks().unwrap().0, "EndpointNotReady");
+        assert_eq!(facts("JudgesUpdating", "GatewayNotReady").lacks().unwrap().state, "EndpointNotReady");
         assert_eq!(facts("JudgesUpdating", "GatewayUpdating").lacks(), None, "those of the form before go on");
+        assert_eq!(facts("BrokerUnreachable", "Invalid").lacks(), None, "pods may reach what the operator doesn't");
     }
 
     #[test]

@@ -44,8 +44,17 @@ pub struct Progress {
     pub best: Option<BestKernels>,
     /// Every task has reached the target: the attempts that are left aren't needed.
     pub reached: bool,
-    /// What episodes wait for beside a judge, in a word and a sentence: the pool or the endpoint isn't ready.
-    pub lacks: Option<(&'static str, String)>,
+    pub lacks: Option<Lacks>,
+}
+
+/// What episodes wait for: the pool or the endpoint isn't ready.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Lacks {
+    /// `PoolNotReady`, `EndpointNotReady`.
+    pub state: &'static str,
+    pub why: String,
+    /// The broker isn't there either.
+    pub broker: bool,
 }
 
 /// How a Job has ended.
@@ -264,8 +273,11 @@ fn moving(job: &OptimizationJob, progress: &Progress) -> Said {
     if let Some(trouble) = &progress.trouble {
         return Said::yes("PodsWaiting", format!("no pod runs: {}", cut(trouble, 800)));
     }
-    if let Some((reason, why)) = &progress.lacks {
-        return Said::yes(reason, format!("episodes wait: {}", cut(why, 800)));
+    // That a broker isn't heard is no news where it isn't there.
+    if let Some(Lacks { state, why, .. }) =
+        progress.lacks.as_ref().filter(|l| l.broker || !matches!(progress.said, Some(Err(_))))
+    {
+        return Said::yes(state, format!("episodes wait: {}", cut(why, 800)));
     }
     match &progress.said {
         Some(Err(why)) => Said::yes("BrokerUnreachable", format!("{why}; pods go on, figures will follow")),
@@ -540,10 +552,25 @@ mod tests {
                 Seen::Started(Box::new(Progress {
                     batch: batch(&none, &running),
                     said: good(),
-                    lacks: Some((
-                        "PoolNotReady",
-                        "the GpuPool `default` is not ready: none of 1 judges is ready".into(),
-                    )),
+                    lacks: Some(Lacks {
+                        state: "PoolNotReady",
+                        why: "the GpuPool `default` is not ready: none of 1 judges is ready".into(),
+                        broker: false,
+                    }),
+                    ..Progress::default()
+                })),
+            ),
+            (
+                "a pool whose broker starts",
+                &plain,
+                Seen::Started(Box::new(Progress {
+                    batch: batch(&none, &running),
+                    said: Some(Err("the broker of pool default can't be reached: x".into())),
+                    lacks: Some(Lacks {
+                        state: "PoolNotReady",
+                        why: "the broker's pod is not ready".into(),
+                        broker: true,
+                    }),
                     ..Progress::default()
                 })),
             ),
