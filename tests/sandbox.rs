@@ -820,8 +820,13 @@ fn a_sandbox_that_is_dropped_or_whose_keeper_is_killed_leaves_nothing() {
         assert!(namespaces || !folder.exists(), "{}", folder.display());
         if namespaces {
             run(sandbox, &format!("(setsid sleep {word} &)"));
-            until("its process", || !with_word(&word).is_empty());
-            let mut at = with_word(&word)[0];
+            // While it turns from the shell's child into what it runs it may be seen, and then not.
+            let mut seen = Vec::new();
+            until("its process", || {
+                let before = std::mem::replace(&mut seen, with_word(&word));
+                !seen.is_empty() && seen == before
+            });
+            let mut at = seen[0];
             while let Some(parent) = parent(at).filter(|p| *p != i32::try_from(std::process::id()).unwrap()) {
                 at = parent;
             }
