@@ -140,7 +140,8 @@ fn what_is_late_is_killed_with_its_daemons_and_the_shell_begins_anew_where_it_wa
             "mkdir -p sub; cd sub; setsid sleep {word} & (setsid setsid sleep {word} &) ; echo begun; sleep {word}"
         );
         let ran = sandbox.run(&late, Duration::from_secs(1)).unwrap();
-        assert!(ran.timed_out && ran.status.is_none() && ran.seconds >= 1.0, "{ran:?}");
+        // Less some rounding.
+        assert!(ran.timed_out && ran.status.is_none() && ran.seconds > 0.99, "{ran:?}");
         assert!(ran.output.starts_with("begun\n") && ran.output.contains("not done within 1 s"), "{ran:?}");
         assert_eq!(with_word(&word), Vec::<i32>::new());
         assert_eq!(say(sandbox, "pwd"), format!("{}/sub\n", sandbox.folder().to_path_buf().display()));
