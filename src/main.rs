@@ -79,7 +79,7 @@ enum Subcommands {
         /// Its namespace; that of the kubeconfig's context if nothing is said
         #[arg(short, long)]
         namespace: Option<String>,
-        /// Results are kept as DIR/<job>/<task>: model_new.py, kernels/, task.py, verdict.json
+        /// Results are kept as DIR/<job>/<task>: best/ (model_new.py, kernels/), task.py, verdict.json
         #[arg(short = 'o', long = "output", value_name = "DIR", default_value = "results")]
         folder: PathBuf,
     },
