@@ -430,8 +430,11 @@ pub(super) const OUTCOME: &str = "outcome.json";
 
 /// How a task ended whose results lie in `folder`, if a run left them there.
 pub(super) fn ended(folder: &Path) -> Option<Outcome> {
-    let text = std::fs::read_to_string(folder.join(OUTCOME)).ok()?;
-    Some(serde_json::from_str::<Record>(&text).ok()?.outcome)
+    Some(recorded(folder)?.outcome)
+}
+
+fn recorded(folder: &Path) -> Option<Record> {
+    serde_json::from_str(&std::fs::read_to_string(folder.join(OUTCOME)).ok()?).ok()
 }
 
 /// Keeps a judged candidate as `kernelfleet export` takes it: `task.py`, `best/` and `verdict.json`.
@@ -626,8 +629,7 @@ fn reaches(verdict: &Verdict, target: Option<&Target>) -> bool {
 }
 
 fn kept(folder: &Path, key: &str) -> Option<Outcome> {
-    let text = std::fs::read_to_string(folder.join(OUTCOME)).ok()?;
-    let record: Record = serde_json::from_str(&text).ok()?;
+    let record = recorded(folder)?;
     (record.key == key).then_some(record.outcome)
 }
 
