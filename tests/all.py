@@ -113,7 +113,7 @@ def stages(reports: Path) -> list[Stage]:
             one,
         ),
         # The snapshots, the custom resources' definitions and the examples are compared by tests of the crate.
-        Stage("rust", "cargo test", ["cargo", "test", "--locked", "--no-fail-fast"], cargo),
+        Stage("rust", "cargo test", [python, "tests/lanes.py"], cargo),
         Stage("python", "pytest", [python, "-m", "pytest", f"--junitxml={report}"], junit(report)),
         # After cargo's: its images hold the program that those have built.
         Stage(

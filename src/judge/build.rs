@@ -7,7 +7,6 @@
 pub(super) mod extension;
 pub(super) mod signature;
 pub(super) mod symbols;
-mod trim;
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -20,7 +19,7 @@ use std::time::{Duration, Instant};
 
 use super::cache::digest;
 use super::leash::Leash;
-use super::{Device, Toolchain};
+use super::{Device, Toolchain, trim};
 use crate::plan::Module;
 use crate::sandbox::{self, Confinement, Limits, seccomp};
 
@@ -29,6 +28,8 @@ const LIMIT: Duration = Duration::from_secs(120);
 const LONG: Duration = Duration::from_secs(600);
 /// Largest image, bytes; a card's are limited further when they are admitted.
 const IMAGE: u64 = 256 << 20;
+/// Most that the cache of builds keeps, bytes: some hundred thousand small ones, or four precompiled headers of PyTorch.
+const KEPT: u64 = 4 << 30;
 /// Largest precompiled header, bytes: PyTorch's takes 0.75 GB.
 const HEADER: u64 = 2 << 30;
 /// What the compiler is told to write.
@@ -168,7 +169,7 @@ impl Builder {
             file.as_file().set_permissions(fs::Permissions::from_mode(0o644))?;
             let bytes = file.as_file().metadata()?.len();
             file.persist(kept).map_err(|e| e.error)?;
-            self.added.count(&folder, bytes, trim::MOST);
+            self.added.count(&folder, bytes, KEPT);
             Ok(())
         })
     }
@@ -238,7 +239,7 @@ impl Builder {
             std::io::Write::write_all(&mut file, found.as_bytes())?;
             std::io::Write::write_all(&mut file, image)?;
             file.persist(self.cache.join(key)).map_err(|e| e.error)?;
-            self.added.count(&self.cache, image.len() as u64, trim::MOST);
+            self.added.count(&self.cache, image.len() as u64, KEPT);
             Ok(())
         });
         if let Err(error) = stored {

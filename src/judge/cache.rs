@@ -4,11 +4,15 @@
 //! value (`docs/measuring.md`, "Cache keys"); an entry that can't be read is as good as none.
 
 use std::fs;
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
+
+use super::trim;
 
 /// SHA-256 of parts, each with its length in front, as lower-case hex.
 #[must_use]
@@ -40,15 +44,23 @@ pub struct Baseline {
     pub compile_error: Option<String>,
 }
 
+/// Where what `torch.compile` made of a task's reference lies, for later hosts of the same task.
+const COMPILED: &str = "compiled";
+/// Most of one of these, and of all, bytes.
+pub(super) const COMPILED_EACH: u64 = 64 << 20;
+const COMPILED_ALL: u64 = 1 << 30;
+
 #[derive(Clone, Debug)]
 pub struct Cache {
     folder: PathBuf,
+    /// Bytes of compiled references that were added.
+    added: Arc<trim::Added>,
 }
 
 impl Cache {
     #[must_use]
     pub fn new(folder: &Path) -> Self {
-        Self { folder: folder.to_owned() }
+        Self { folder: folder.to_owned(), added: Arc::default() }
     }
 
     fn path(&self, kind: &str, key: &str) -> PathBuf {
@@ -64,16 +76,46 @@ impl Cache {
     /// Stores an entry; a failure is logged, since a cache may always be empty.
     pub fn put<T: Serialize>(&self, kind: &str, key: &str, value: &T) {
         let path = self.path(kind, key);
-        let folder = self.folder.join(kind);
-        let written = fs::create_dir_all(&folder).and_then(|()| {
-            let file = tempfile::NamedTempFile::new_in(&folder)?;
-            serde_json::to_writer(&file, value)?;
-            file.persist(&path).map_err(|e| e.error)?;
-            Ok(())
-        });
-        if let Err(error) = written {
-            tracing::warn!(%error, path = %path.display(), "a result could not be cached");
-        }
+        stored(&path, serde_json::to_vec(value).map_err(io::Error::from));
+    }
+
+    fn compiled_path(&self, key: &str) -> PathBuf {
+        self.folder.join(COMPILED).join(key)
+    }
+
+    /// What `torch.compile` made of the reference whose baseline has the name `key`.
+    #[must_use]
+    pub(super) fn compiled(&self, key: &str) -> Option<Vec<u8>> {
+        let path = self.compiled_path(key);
+        trim::used(&path);
+        fs::read(path).ok()
+    }
+
+    /// Stores that; a failure is logged.
+    pub(super) fn put_compiled(&self, key: &str, artifacts: Vec<u8>) {
+        let bytes = artifacts.len() as u64;
+        stored(&self.compiled_path(key), Ok(artifacts));
+        self.added.count(&self.folder.join(COMPILED), bytes, COMPILED_ALL);
+    }
+
+    /// Drops that: it was of no use.
+    pub(super) fn drop_compiled(&self, key: &str) {
+        let _ = fs::remove_file(self.compiled_path(key));
+    }
+}
+
+/// Writes a whole file or none; a failure is logged.
+fn stored(path: &Path, value: io::Result<Vec<u8>>) {
+    let written = value.and_then(|bytes| {
+        let folder = path.parent().unwrap_or(Path::new("."));
+        fs::create_dir_all(folder)?;
+        let mut file = tempfile::NamedTempFile::new_in(folder)?;
+        file.write_all(&bytes)?;
+        file.persist(path).map_err(|e| e.error)?;
+        Ok(())
+    });
+    if let Err(error) = written {
+        tracing::warn!(%error, path = %path.display(), "a result could not be cached");
     }
 }
 

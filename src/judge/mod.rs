@@ -17,6 +17,7 @@ pub mod runner;
 mod session;
 pub mod timing;
 pub mod toolchain;
+mod trim;
 mod turns;
 pub mod verdict;
 pub mod wire;

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 /// Version of the rules in `docs/measuring.md`; every verdict names it.
-pub const PROCEDURE: &str = "kernelfleet/3";
+pub const PROCEDURE: &str = "kernelfleet/4";
 
 /// 1 / 0.95: the lower bound of a speedup must lie above it to count as faster.
 pub const FASTER: f64 = 1.0 / 0.95;

@@ -346,8 +346,10 @@ fn judge_candidates(
         1 => format!("{name}: "),
         _ => format!("{name}: {} of {all} judged, ", judged.load(Ordering::Relaxed)),
     };
+    let compiles = options.compile;
     let judge = judge_telling(environment, options, &stage, before).map_err(no_judge)?;
-    if judge.device() == Device::Cpu {
+    // Of many candidates one is near a threshold, and on the CPU an import is dear.
+    if compiles && (all > 2 || judge.device() == Device::Cpu) {
         judge.warm();
     }
     stage.say(&format!("{}: opening", task.name));

@@ -189,6 +189,8 @@ volumePluginDir: $folder/volume-plugins
 evictionHard: {memory.available: 100Mi, nodefs.available: 1Gi, imagefs.available: 1Gi}
 imageGCHighThresholdPercent: 100
 nodeStatusUpdateFrequency: 5s
+# Tests change Secrets that pods have mounted: a minute is what a kubelet takes to show them otherwise.
+syncFrequency: 5s
 # Tests kill containers often: nobody is to wait minutes for the next start.
 featureGates: {KubeletCrashLoopBackOffMax: true}
 crashLoopBackOff: {maxContainerRestartPeriod: 2s}

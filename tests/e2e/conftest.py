@@ -92,14 +92,16 @@ class Cluster:
 
     def wait(self, what: str, seconds: float, ready: Callable[[], Any]) -> Any:
         """What `ready` gives as soon as that is truthy; says what it waited for if it never is."""
-        end = time.monotonic() + seconds
+        start = time.monotonic()
+        end = start + seconds
         while True:
             found = ready()
             if found:
                 return found
             if time.monotonic() > end:
                 pytest.fail(f"waited {seconds:g} s in vain for {what}; last seen: {found!r}", pytrace=False)
-            time.sleep(0.2)
+            # Each look is a start of kubectl: what takes a while isn't asked for as often.
+            time.sleep(min(1.0, 0.2 + 0.05 * (time.monotonic() - start)))
 
     def namespace(self, name: str, **labels: str) -> str:
         """A namespace that pods can be made in, enforcing `restricted` as an agent's does."""

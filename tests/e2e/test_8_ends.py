@@ -25,16 +25,15 @@ def space(installed: Cluster) -> Iterator[Jobs]:
     yield from passing(installed, "e2e-ends")
 
 
-def test_an_episode_ends_by_its_deadline_and_is_no_fault(space: Jobs, pool: str) -> None:
+@pytest.fixture(scope="module")
+def late(space: Jobs, pool: str) -> str:
+    """A job whose episode waits until its minute is over, while the other tests run."""
     endless = [replace(task, first=(HOLD,)) for task in tasks(1)]
     space.cluster.apply(*replayed(space.namespace, "late", pool, endless, {"activeDeadlineSeconds": 60}))
-    found = space.until("late", "Succeeded", "True", seconds=400)
-    (episode,) = kept(found["metadata"]["uid"])["episodes"]
-    assert episode["ending"]["end"] == "deadline" and episode["turns"] <= 1
-    assert found["status"]["episodes"]["faulted"] == 0
-    assert generations(found["metadata"]["uid"]) == {0: [1]}
+    return "late"
 
 
+@pytest.mark.usefixtures("late")
 def test_a_job_whose_target_is_reached_spares_the_attempts_that_are_left_and_goes_after_its_time(
     space: Jobs, pool: str
 ) -> None:
@@ -118,6 +117,7 @@ def before(**span: int) -> str:
     return (datetime.now(UTC) - timedelta(**span)).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
+@pytest.mark.usefixtures("late")
 def test_certificates_that_are_rotated_while_a_job_runs_cost_no_episode(space: Jobs, pool: str) -> None:
     cluster, authority = space.cluster, Authority(space.cluster, pool)
     held = [replace(task, first=(HOLD,)) for task in tasks(3)[1:]]
@@ -155,3 +155,11 @@ def test_certificates_that_are_rotated_while_a_job_runs_cost_no_episode(space: J
     space.until("rotated", "Succeeded", "True", seconds=400)
     assert generations(uid) == {0: [1], 1: [1]}
     assert [e["judged"]["reward"] for e in kept(uid)["episodes"]] == [task.reward for task in held]
+
+
+def test_an_episode_ends_by_its_deadline_and_is_no_fault(space: Jobs, late: str) -> None:
+    found = space.until(late, "Succeeded", "True", seconds=400)
+    (episode,) = kept(found["metadata"]["uid"])["episodes"]
+    assert episode["ending"]["end"] == "deadline" and episode["turns"] <= 1
+    assert found["status"]["episodes"]["faulted"] == 0
+    assert generations(found["metadata"]["uid"]) == {0: [1]}

@@ -407,7 +407,7 @@ def batch(tasks: Path) -> dict[str, Any]:
             continue
         status, out, err, seconds = command(arguments, left)
         verdicts = [line["verdict"] for line in json.loads(out)] if out.strip().startswith("[") else []
-        said = [re.match(r"(\S+)\s.*judged", re.sub(r"\x1b\[[0-9;]*m", "", line)) for line in err.splitlines()]
+        said = [re.match(r"(\d+-\d+-\S+Z)\s.*judged", re.sub(r"\x1b\[[0-9;]*m", "", line)) for line in err.splitlines()]
         times = sorted(datetime.fromisoformat(found[1]).timestamp() for found in said if found)
         phases: dict[str, list[float]] = {}
         about = whereby(verdicts[0]) if verdicts else {}

@@ -584,11 +584,31 @@ def test_torch_compile_is_measured_with_caches_in_the_working_directory(zygote: 
     host = zygote.fork(tmp_path)
     judged = Judged(host, LINEAR)
     judged.draw(1)
-    said = host("compile", slots=[0, 0, 0])
+    said, (kept,) = host.raw("compile", slots=[0, 0, 0], keep=True)
     assert len(said["time_us"]) == 3 and min(said["time_us"]) > 0 and said["compile_seconds"] > 0
     assert (tmp_path / "compile" / "inductor").is_dir()
     again = host("compile", slots=[0])
     assert again["compile_seconds"] == said["compile_seconds"]
+    host.channel.close()
+
+    def graphs(folder: Path) -> set[str]:
+        return {str(p.relative_to(folder)) for p in folder.glob("compile/inductor/fxgraph/*/*/*")}
+
+    # Another host of the same task compiles no graph anew: it finds what the first one kept, and has nothing to keep.
+    other = tmp_path / "other"
+    other.mkdir()
+    host = zygote.fork(other)
+    Judged(host, LINEAR).draw(1)
+    said = host("compile", [kept], slots=[0], keep=True, artifacts=said["artifacts"])
+    assert len(said["time_us"]) == 1 and "artifacts" not in said
+    assert graphs(other) == graphs(tmp_path) != set()
+    host.channel.close()
+    # What can't be read is as good as none.
+    broken = os.memfd_create("broken")
+    os.write(broken, b"no artifacts")
+    host = zygote.fork(tmp_path)
+    Judged(host, LINEAR).draw(1)
+    assert host("compile", [broken], slots=[0], artifacts=12)["time_us"]
     host.channel.close()
 
 

@@ -126,6 +126,8 @@ def joined(count: int, each: int) -> int:
 def _group(squares: torch.Tensor, largest: torch.Tensor, each: int) -> tuple[torch.Tensor, torch.Tensor]:
     count = squares.numel()
     step = joined(count, each)
+    if step == 1:
+        return (squares / max(each, 1)).sqrt(), largest
     groups = max(1, count // step)  # what is left over joins the last slab
     index = torch.clamp(torch.arange(count) // step, max=groups - 1)
     sums = torch.zeros(groups, dtype=torch.float64).index_add_(0, index, squares)
@@ -275,22 +277,25 @@ def _add_quickly(sums: Sums, x: torch.Tensor, y: torch.Tensor | None, where: tup
     channels = where[1] if len(where) > 1 else slice(0, c)
     block = block.reshape(rows.stop - rows.start, channels.stop - channels.start, -1)
     norm = torch.linalg.vector_norm
+    a, c = block.shape[:2]
+    # One transfer brings all: each waits for the device.
     if block.shape[2] == 1:  # a matrix: its slabs are its rows and its columns
         flat = block[:, :, 0]
-        row_max, channel_max = norm(flat, math.inf, dim=1), norm(flat, math.inf, dim=0)
-        row_squares, channel_squares = norm(flat, 2, dim=1).double() ** 2, norm(flat, 2, dim=0).double() ** 2
+        largest = [norm(flat, math.inf, dim=1), norm(flat, math.inf, dim=0)]
+        found = torch.cat([*largest, norm(flat, 2, dim=1), norm(flat, 2, dim=0)]).double()
+        found[a + c :].square_()
     else:
-        peak = norm(block, math.inf, dim=2)
-        squares = norm(block, 2, dim=2).double() ** 2
-        row_max, channel_max = peak.amax(1), peak.amax(0)
-        row_squares, channel_squares = squares.sum(1), squares.sum(0)
-    largest = torch.cat([row_max, channel_max])
-    if not bool((((largest >= limits[0]) & (largest <= limits[1])) | (largest == 0)).all()):
-        return False
-    sums.row_squares[rows] += row_squares.cpu()
-    sums.channel_squares[channels] += channel_squares.cpu()
-    sums.row_max[rows] = torch.maximum(sums.row_max[rows], row_max.double().cpu())
-    sums.channel_max[channels] = torch.maximum(sums.channel_max[channels], channel_max.double().cpu())
+        peak = norm(block, math.inf, dim=2).double()
+        squares = norm(block, 2, dim=2).double().square_()
+        found = torch.cat([peak.amax(1), peak.amax(0), squares.sum(1), squares.sum(0)])
+    row_max, channel_max, row_squares, channel_squares = found.cpu().split([a, c, a, c])
+    for values in (row_max, channel_max):
+        if not bool((((values >= limits[0]) & (values <= limits[1])) | (values == 0)).all()):
+            return False
+    sums.row_squares[rows] += row_squares
+    sums.channel_squares[channels] += channel_squares
+    sums.row_max[rows] = torch.maximum(sums.row_max[rows], row_max)
+    sums.channel_max[channels] = torch.maximum(sums.channel_max[channels], channel_max)
     return True
 
 

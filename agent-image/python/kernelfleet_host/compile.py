@@ -35,6 +35,12 @@ def warm() -> dict[str, Any]:
     import torch._dynamo  # noqa: F401
     import torch._inductor.compile_fx  # noqa: F401
 
+    with contextlib.suppress(
+        Exception
+    ):  # PyTorch's own and may go: a digest of its sources, which each compile asks for
+        from torch._inductor.codecache import torch_key
+
+        torch_key()
     folder = os.environ.get("KERNELFLEET_COMPILER_CACHE")
     if folder:
         from torch._inductor import cpu_vec_isa
@@ -80,10 +86,14 @@ def _remembering(tried: Callable[[Any, str], bool], folder: str) -> Callable[[An
 
 
 class Compiled:
-    """A reference compiled in the default mode; compiles on the first call."""
+    """A reference compiled in the default mode; compiles on the first call.
 
-    def __init__(self, reference: Reference) -> None:
+    `artifacts`: what `torch.compiler.save_cache_artifacts` gave an earlier host of the same task, versions and device.
+    """
+
+    def __init__(self, reference: Reference, artifacts: bytes | None = None) -> None:
         self.reference = reference
+        self._artifacts = artifacts
         self._call: Any = None
         self.seconds = 0.0
         self._failed: Refused | None = None
@@ -106,6 +116,9 @@ class Compiled:
             # Made for this process alone they cost more than they save.
             inductor.cpp_cache_precompile_headers = False
             dynamo.reset()
+            if self._artifacts is not None:
+                with contextlib.suppress(Exception):  # it is compiled as if there were none
+                    torch.compiler.load_cache_artifacts(self._artifacts)
             call = torch.compile(reference.ready())
             with torch.no_grad():
                 call(*reference._fresh_inputs(reference.slot(index)))
@@ -118,6 +131,16 @@ class Compiled:
             reference._restore_state()
         self.seconds = time.monotonic() - start
         self._call = call
+
+    def artifacts(self) -> bytes | None:
+        """What a later host needs not to compile again; `None` where it was compiled from such already, or nothing can be kept."""
+        if self._call is None or self._artifacts is not None:
+            return None
+        with contextlib.suppress(Exception):
+            saved = torch.compiler.save_cache_artifacts()
+            if saved is not None:
+                return saved[0]
+        return None
 
     def timed(self, indices: list[int]) -> dict[str, Any]:
         """Times like `eager`'s."""

@@ -29,6 +29,8 @@ SMALL_SETS = 4
 """Further sets whose reference error is measured for outputs of fewer than 1024 elements."""
 SPARE_BYTES = 2 << 30
 """What PyTorch may keep of a card's memory without using it."""
+COPIED_BYTES = 16 << 20
+"""An input of at most so many bytes is copied to where the captured forward reads; mapping a larger one there is quicker."""
 _STATE_CACHE = 2
 _WEIGHTS = 1 << 20
 
@@ -390,7 +392,9 @@ class Reference:
         model = self.ready()
         values = self._fresh_inputs(slot)
         result = self.task.call(model, values)
-        return self._collect(result, values, model, slot)
+        taken = self._collect(result, values, model, slot)
+        self._sync()
+        return taken
 
     def _collect(self, result: Any, values: list[Any], model: torch.nn.Module, slot: Slot) -> list[torch.Tensor]:
         outputs, _ = flatten(result)
@@ -403,7 +407,6 @@ class Reference:
         taken += [values[i] for i in self.written_inputs]
         taken += [held[name].clone() for name in self.written_state]
         self._restore_state()
-        self._sync()
         return taken
 
     def expect(self, slot: Slot) -> list[torch.Tensor]:
@@ -494,7 +497,7 @@ class Reference:
             kept = self._collect(result, values, self._model(), slot)
             if captured is not None:  # the next replay writes the same memory
                 kept = [t.clone() for t in kept]
-                self._sync()
+            self._sync()
             slot.expected = kept
             slot.sizes = []
             self._make_room(slot)
@@ -523,6 +526,8 @@ class Reference:
     def _make_room(self, current: Slot) -> None:
         """Drops other slots' expected outputs where memory is short; they are computed again when needed."""
         need = 3 * sum(t.numel() * t.element_size() for t in current.expected or [])
+        if torch.cuda.mem_get_info()[0] > need:  # what PyTorch keeps beside it costs more to ask for
+            return
         for slot in self._slots:
             if available_bytes("cuda") > need:
                 return
@@ -992,7 +997,12 @@ class _Graph:
             window = None
             if meta is None:
                 self.inputs.append(value)
-            elif i in slot.pristine or not reference.windows or not isinstance(shared, buffers.CudaShared):
+            elif (
+                i in slot.pristine
+                or not reference.windows
+                or not isinstance(shared, buffers.CudaShared)
+                or meta.span <= COPIED_BYTES
+            ):
                 self.inputs.append(slot.pristine.get(i, value).clone())
             else:
                 try:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from kernelfleet_zygote import Channel, Refused, Start, serve_ops
-from kernelfleet_zygote.wire import close_all
+from kernelfleet_zygote.wire import Memory, close_all
 
 from kernelfleet_host import buffers
 from kernelfleet_host.check import check
@@ -53,7 +53,6 @@ class Session:
             "eager": self.eager,
             "compare": self.compare,
             "poison": self.poison,
-            "compile": self.compile,
             "profile": self.profile,
             "floor": self.floor,
             "check": self.check,
@@ -75,6 +74,7 @@ class Session:
         return {
             "hello": self.start.hello,
             "bind": lambda request, fds: guarded(lambda: self.bind(request, fds)),
+            "compile": lambda request, fds: guarded(lambda: self.compile(request, fds)),
             "hash": lambda request, fds: guarded(lambda: self.hash(request, fds)),
             **{name: plain(function) for name, function in ops.items()},
         }
@@ -217,9 +217,17 @@ class Session:
     def compare(self, request: Message) -> Reply:
         """`compare`."""
         reference = self.reference
-        return reference.compare_bound(
-            reference.slot(request.get("slot", 0)), str(request.get("tolerance", "contract"))
-        )
+        slot, tolerance = reference.slot(request.get("slot", 0)), str(request.get("tolerance", "contract"))
+        if reference.device == "cpu":
+            return reference.compare_bound(slot, tolerance)
+        # What is left for the CPU is a few thousand figures: threads of a library, which share even a square root of so few,
+        # wait for each other beside compilers.
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return reference.compare_bound(slot, tolerance)
+        finally:
+            torch.set_num_threads(threads)
 
     def poison(self, request: Message) -> Reply:
         """`poison`."""
@@ -260,11 +268,20 @@ class Session:
             raise Refused("malformed", "nothing is shared")
         return self._handover
 
-    def compile(self, request: Message) -> Reply:
+    def compile(self, request: Message, fds: list[int]) -> Reply:
         """`compile`."""
-        if self._compiled is None:
-            self._compiled = Compiled(self.reference)
-        return self._compiled.timed(listed(request, "slots"))
+        try:
+            if self._compiled is None:
+                size = integer(request, "artifacts") if fds else 0
+                self._compiled = Compiled(self.reference, os.pread(fds[0], size, 0) if fds else None)
+        finally:
+            close_all(fds)
+        reply = self._compiled.timed(listed(request, "slots"))
+        made = self._compiled.artifacts() if request.get("keep") is True else None
+        if made is None:
+            return reply
+        memory = Memory.of("artifacts", made)
+        return {**reply, "artifacts": len(made)}, [memory.fd]
 
     def floor(self, _request: Message) -> Reply:
         """`floor`: `copy_gbps` counts bytes read and written."""

@@ -1,4 +1,4 @@
-//! The build cache stays within its size: what was used least lately goes.
+//! A folder of a cache stays within its size: what was used least lately goes.
 //!
 //! Knows files, sizes and times. Must not know what a file holds.
 
@@ -8,8 +8,6 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::SystemTime;
 
-/// Most that a build cache keeps, bytes: some hundred thousand small builds, or four precompiled headers of PyTorch.
-pub(super) const MOST: u64 = 4 << 30;
 /// What may be added before the folder is looked at again, bytes.
 const LOOK: u64 = 256 << 20;
 
@@ -33,8 +31,8 @@ impl Added {
         self.0.store(0, Ordering::Relaxed);
         match trim(folder, most) {
             Ok((0, _)) => {}
-            Ok((files, freed)) => tracing::info!(files, freed, folder = %folder.display(), "old builds left the cache"),
-            Err(error) => tracing::warn!(%error, folder = %folder.display(), "the build cache can't be trimmed"),
+            Ok((files, freed)) => tracing::info!(files, freed, folder = %folder.display(), "old entries left a cache"),
+            Err(error) => tracing::warn!(%error, folder = %folder.display(), "a cache can't be trimmed"),
         }
     }
 }
