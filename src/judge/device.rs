@@ -13,6 +13,10 @@ use super::runner::client::Runner;
 use super::session::Error;
 use super::{Device, Toolchain};
 
+/// What follows where device code can write to memory of the process that launches it, its clock among it.
+pub const EXPOSED: &str = "device code can reach the host's memory through this driver (HMM, or shared page tables), so no verdict \
+                           on it is better than observed; `options nvidia-uvm uvm_disable_hmm=1` ends that where it is HMM";
+
 /// Facts about the device, fixed for a judge's life.
 #[derive(Clone, Debug)]
 pub struct Facts {
@@ -24,6 +28,8 @@ pub struct Facts {
     pub memory_bytes: u64,
     /// It drives a display too: no measurement on it is exclusive.
     pub display: bool,
+    /// Device code can reach the memory of its host process: `EXPOSED`.
+    pub exposed: bool,
     /// For the verdict.
     pub description: BTreeMap<String, Value>,
     /// What `kernelfleet_ext.properties()` says to a candidate.
@@ -59,6 +65,7 @@ impl Facts {
             arch: std::env::consts::ARCH.to_owned(),
             memory_bytes: 0,
             display: false,
+            exposed: false,
             description: description.into_iter().map(|(k, v)| (k.to_owned(), v)).collect(),
             properties: json!({"name": model, "threads": toolchain.threads, "simd": simd}),
         }
@@ -108,6 +115,7 @@ impl Facts {
             arch,
             memory_bytes: card.total_memory,
             display,
+            exposed: card.pageable_memory_access,
             properties: facts,
             description,
         })

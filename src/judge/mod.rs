@@ -28,7 +28,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 pub use crate::plan::Device;
-pub use device::Facts;
+pub use device::{EXPOSED, Facts};
 pub use leash::Leash;
 pub use session::{Arbiter, Error, Judge, Session, Slice};
 pub use toolchain::Toolchain;

@@ -227,7 +227,7 @@ pub fn judge(arguments: &JudgeArguments) -> Result<(), Failure> {
         remembered: (!arguments.no_cache).then_some(arguments.recheck),
         ..Options::default()
     };
-    let verdicts = judge_candidates(&environment, options, &task, &candidates)?;
+    let verdicts = judge_candidates(&environment, options, arguments.enforced, &task, &candidates)?;
     for (folder, ((_, candidate), (_, verdict))) in kept.iter().zip(candidates.iter().zip(&verdicts)) {
         run::keep_judged(folder, &task, candidate, verdict)
             .and_then(|()| export::keep_name(folder, &task.name))
@@ -331,10 +331,19 @@ fn keep_folders(
     Ok(folders)
 }
 
+/// Refuses to judge where no verdict would have the grade that is asked for.
+fn graded(device: &judge::Facts, enforced: bool) -> Result<(), Failure> {
+    if enforced && device.exposed {
+        return Err(Failure::Request(format!("the minimum grade is `enforced`: {}", judge::EXPOSED)));
+    }
+    Ok(())
+}
+
 /// The call into the judge: one task, each candidate in full, in the order given.
 fn judge_candidates(
     environment: &Environment,
     options: Options,
+    enforced: bool,
     task: &TaskSource,
     candidates: &[(String, Candidate)],
 ) -> Result<Vec<(String, Verdict)>, Failure> {
@@ -348,6 +357,7 @@ fn judge_candidates(
     };
     let compiles = options.compile;
     let judge = judge_telling(environment, options, &stage, before).map_err(no_judge)?;
+    graded(judge.facts(), enforced)?;
     // Of many candidates one is near a threshold, and on the CPU an import is dear.
     if compiles && (all > 2 || judge.device() == Device::Cpu) {
         judge.warm();
@@ -596,6 +606,7 @@ fn one_job(
     let court: Box<dyn run::Court> = if wanted {
         progress.start(progress::STARTING);
         let judge = Judge::start(&environment.toolchain, options, slice).map_err(no_judge)?;
+        graded(judge.facts(), job.spec.judge.minimum_grade == job::Grade::Enforced)?;
         if tasks.len() > 2 || device == Device::Cpu {
             judge.warm();
         }
@@ -1092,6 +1103,22 @@ mod tests {
     fn found(names: &[&str]) -> Vec<source::Found> {
         let one = |name: &&str| source::Found { name: (*name).into(), path: "x.py".into(), source: String::new() };
         names.iter().map(one).collect()
+    }
+
+    #[test]
+    fn a_card_whose_code_reaches_the_host_gives_no_verdict_of_the_highest_grade() {
+        let card = |exposed| judge::Facts {
+            class: "card".into(),
+            arch: "sm_90a".into(),
+            memory_bytes: 1,
+            display: false,
+            exposed,
+            description: std::collections::BTreeMap::default(),
+            properties: json!({}),
+        };
+        assert!(graded(&card(false), true).is_ok() && graded(&card(true), false).is_ok());
+        let Err(Failure::Request(why)) = graded(&card(true), true) else { panic!("it is no enforced one") };
+        assert!(why.contains("uvm_disable_hmm=1"), "{why}");
     }
 
     #[test]

@@ -8,6 +8,7 @@ use std::process::{Command, Stdio};
 use serde::{Deserialize, Serialize};
 
 use super::environment::{Environment, Error};
+use crate::judge::{self, Device};
 use crate::sandbox::Probe;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -105,6 +106,16 @@ pub fn examine(environment: &Result<Environment, Error>) -> Report {
         limited("gpu", "no NVIDIA card: the cpu device only".into(), "nothing to do, or use a machine with a card")
     });
     if let (Ok(e), true) = (environment, usable) {
+        match judge::Facts::find(&e.toolchain, Device::Cuda) {
+            Ok(facts) if facts.exposed => {
+                let mend = "set uvm_disable_hmm=1 for the module nvidia-uvm, or take verdicts of grade observed";
+                findings.push(limited("host memory", judge::EXPOSED.to_owned(), mend));
+            }
+            Ok(_) => findings.push(ok("host memory", "out of device code's reach".into())),
+            Err(error) => {
+                findings.push(limited("host memory", error.to_string(), "see the findings above and the driver's log"));
+            }
+        }
         findings.push(match &e.toolchain.ncu {
             Some(path) => ok("ncu", path.display().to_string()),
             None => limited(

@@ -65,7 +65,8 @@ members() {
     local top
     top=$(tracked)/$1
     [ -d "$top" ] || return 0
-    find "$top" -name cgroup.procs -exec cat {} + 2>/dev/null | sort -un
+    # A group may go while it is read, which is no failure.
+    { find "$top" -name cgroup.procs -exec cat {} + 2>/dev/null || true; } | sort -un
 }
 
 alive() { [ -f "$state/$1.pid" ] && kill -0 "$(cat "$state/$1.pid")" 2>/dev/null; }

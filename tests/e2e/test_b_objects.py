@@ -91,6 +91,10 @@ def test_a_pool_says_what_its_bucket_lacks_until_a_job_works_with_it(installed: 
         message: str = cluster.wait(f"the pool to be {reason}", seconds, said)
         return message
 
+    def look() -> None:
+        """The operator looks at once: Secrets are not its to watch, and half a minute goes by until it asks again."""
+        cluster.kubectl("annotate", "gpupool", POOL, f"kernelfleet.dev/looked-at={time.time_ns()}", "--overwrite")
+
     try:
         cluster.apply({**kind, "metadata": {"name": POOL}, "spec": spec})
         assert f"there is no Secret {POOL} in the namespace {SYSTEM}" in until("CredentialsNotFound")
@@ -98,9 +102,11 @@ def test_a_pool_says_what_its_bucket_lacks_until_a_job_works_with_it(installed: 
         cluster.apply(secret(None))
         assert "secret-access-key" in until("CredentialsIncomplete")
         cluster.apply(secret(WRONG))
+        look()
         assert "AWS_SECRET_ACCESS_KEY" in until("ObjectStoreFailing")
         # Another key is another pod of the broker.
         cluster.apply(secret(SECRET))
+        look()
         cluster.wait("the broker to know the key", 180, lambda: "no bucket fleet" in until("ObjectStoreFailing"))
         (server.folder / "data/fleet").mkdir()
         until("NoJudges")

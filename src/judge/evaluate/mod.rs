@@ -21,6 +21,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::cache::digest;
+use super::device::EXPOSED;
 use super::session::{Error, Fixed, Session, secret_seed};
 use super::timing::Random;
 use super::verdict::{Against, Grade, LaunchEvidence, Measurement, PROCEDURE, Reason, Times, Verdict};
@@ -136,8 +137,12 @@ pub(super) fn ready(fixed: &Fixed, candidate: &Candidate) -> Ready {
         PathChoice::Process => true,
         PathChoice::Auto => candidate.is_extension(),
     };
-    let enforced = options.device == Device::Cuda && !by_process;
-    let grade = if enforced { Grade::Enforced } else { Grade::Observed };
+    let by_plan = options.device == Device::Cuda && !by_process;
+    let exposed = fixed.judge.device.exposed;
+    let grade = if by_plan && !exposed { Grade::Enforced } else { Grade::Observed };
+    if by_plan && exposed {
+        evidence.notes.push(EXPOSED.to_owned());
+    }
     let outcome = if by_process {
         let made = evidence.time("build", |e| process::build(fixed, candidate, e));
         made.map(|()| Made::Process(candidate.clone()))

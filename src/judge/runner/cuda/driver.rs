@@ -86,6 +86,9 @@ pub struct DeviceInfo {
     pub shared_memory_per_block_optin: i32,
     pub shared_memory_per_multiprocessor: i32,
     pub cooperative_launch: bool,
+    /// Kernels can reach memory of the host's processes that nobody gave to the card (HMM, or shared page tables).
+    #[serde(default)]
+    pub pageable_memory_access: bool,
 }
 
 /// The primary context of device 0, current on this thread, with its stream and two events.
@@ -258,6 +261,7 @@ fn device_info(device: sys::CUdevice, version: i32) -> Result<DeviceInfo, Fault>
         shared_memory_per_block_optin: get(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN),
         shared_memory_per_multiprocessor: get(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR),
         cooperative_launch: get(Attribute::CU_DEVICE_ATTRIBUTE_COOPERATIVE_LAUNCH) != 0,
+        pageable_memory_access: get(Attribute::CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS) != 0,
     })
 }
 
