@@ -11,6 +11,7 @@ use serde_json::{Value, json};
 
 use super::runner::client::Runner;
 use super::session::Error;
+use super::turns::{self, Turns};
 use super::{Device, Toolchain};
 
 /// What follows where device code can write to memory of the process that launches it, its clock among it.
@@ -76,23 +77,32 @@ impl Facts {
             Error::request("no_gpu", format!("no GPU can be used here: {why}; `kernelfleet doctor` says more"))
         };
         let seconds = Duration::from_secs(60);
+        // The driver's own version, the power limit and what hangs on the card are known to its tool alone.
+        let said = Command::new("nvidia-smi")
+            .args(["--query-gpu=uuid,driver_version,power.limit,display_active", "--format=csv,noheader"])
+            .output()
+            .map(|o| String::from_utf8_lossy(&o.stdout).lines().next().unwrap_or_default().trim().to_owned())
+            .unwrap_or_default();
+        let (uuid, said) = said.split_once(", ").unwrap_or_default();
+        // A context that is made while another process measures is in its figures.
+        let told = Box::new(|text: &str| tracing::warn!("{text}"));
+        let turns =
+            (!uuid.is_empty()).then(|| Turns::new(&turns::folder(), uuid, "the card", told)).and_then(Result::ok);
+        if let Some(turns) = &turns {
+            turns.share();
+        }
         let mut runner =
             Runner::spawn(&toolchain.program, Device::Cuda, |_| ()).map_err(|e| Error::Fault(e.to_string()))?;
         let card = runner.device(seconds).map_err(|e| none(e.to_string()))?;
         runner.close();
+        drop(turns);
         let facts = serde_json::to_value(&card).map_err(|e| Error::Fault(e.to_string()))?;
         let arch = if (card.major, card.minor) == (9, 0) {
             "sm_90a".to_owned()
         } else {
             format!("sm_{}{}", card.major, card.minor)
         };
-        // The driver's own version, the power limit and what hangs on the card are known to its tool alone.
-        let said = Command::new("nvidia-smi")
-            .args(["--query-gpu=driver_version,power.limit,display_active", "--format=csv,noheader"])
-            .output()
-            .map(|o| String::from_utf8_lossy(&o.stdout).lines().next().unwrap_or_default().trim().to_owned())
-            .unwrap_or_default();
-        let (said, display) = display(&said);
+        let (said, display) = display(said);
         let mut description: BTreeMap<String, Value> =
             [("kind".to_owned(), json!("cuda")), ("driver_and_power".to_owned(), json!(said))].into();
         for key in [

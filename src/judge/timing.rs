@@ -87,8 +87,17 @@ pub fn interval(samples: &[f64], seed: u64) -> Option<Interval> {
 /// were taken on the same inputs, so a resample takes both (paired); of unequal number, each on its own.
 #[must_use]
 pub fn speedup(baseline: &[f64], candidate: &[f64], seed: u64) -> Option<Interval> {
+    resampled(baseline, candidate, seed, baseline.len() == candidate.len())
+}
+
+/// The same where the baseline was measured by itself: whatever their numbers, no two samples belong together.
+#[must_use]
+pub fn speedup_apart(baseline: &[f64], candidate: &[f64], seed: u64) -> Option<Interval> {
+    resampled(baseline, candidate, seed, false)
+}
+
+fn resampled(baseline: &[f64], candidate: &[f64], seed: u64, paired: bool) -> Option<Interval> {
     let centre = median(baseline)? / median(candidate)?;
-    let paired = baseline.len() == candidate.len();
     let mut random = Random::new(seed);
     let mut scratch = Vec::new();
     let values = (0..RESAMPLES)
@@ -119,9 +128,10 @@ pub fn relative_width(interval: &Interval) -> f64 {
 const INTERIM: f64 = 3.29 / 1.96;
 
 /// Whether an interim look may end a measurement. `speedups`: those by which a reward is decided, the measured one
-/// first. Each must lie on one side of the threshold by an interval of 99.9 %, or be so narrow that the threshold is nearer
-/// than anybody cares: half of `width` (relative, half of an interval), all of it where there are `enough` samples. The first
-/// must be no wider than `width` unless there are enough. The last look, at the end of the budget, needs none of this.
+/// first. Each must lie on one side of the threshold by an interval of 99.9 %; where there are `enough` samples it may as
+/// well be no wider than `width` (relative, half of an interval) with the threshold in it: that near, more samples cost more
+/// than they tell. The first must be no wider than `width` unless there are enough. The last look, at the end of the budget,
+/// needs none of this.
 #[must_use]
 pub fn settled(speedups: &[Interval], width: f64, enough: bool) -> bool {
     let decided = |x: &Interval| {
@@ -129,8 +139,9 @@ pub fn settled(speedups: &[Interval], width: f64, enough: bool) -> bool {
         let high = (x.high - x.median).mul_add(INTERIM, x.median);
         low > FASTER || high <= FASTER
     };
-    let close = if enough { width } else { 0.5 * width };
-    speedups.iter().all(|x| decided(x) || relative_width(x) <= close) && speedups.first().is_some_and(|x| enough || relative_width(x) <= width)
+    let undecidable = |x: &Interval| enough && relative_width(x) <= width;
+    speedups.iter().all(|x| decided(x) || undecidable(x))
+        && speedups.first().is_some_and(|x| enough || relative_width(x) <= width)
 }
 
 /// Reward of a correct candidate: 1, 2 (faster than eager), 3 (also than compile). A missing compile
@@ -164,6 +175,13 @@ mod tests {
     }
 
     #[test]
+    fn samples_that_were_taken_apart_are_no_pairs_though_as_many() {
+        let candidate: Vec<f64> = (0..30).map(|i| 100.0 + f64::from(i % 7)).collect();
+        let found = speedup_apart(&candidate, &candidate, 1).unwrap();
+        assert!(found.low < 0.995 && found.high > 1.005, "{found:?}");
+    }
+
+    #[test]
     fn independent_noise_widens_the_interval() {
         let mut random = Random::new(3);
         let mut draw = || 100.0 + 20.0 * (random.below(1000) as f64 / 1000.0);
@@ -184,8 +202,8 @@ mod tests {
         assert!(!settled(&[at(1.053, 1.069)], 0.01, false));
         assert!(!settled(&[at(1.036, 1.052)], 0.01, false));
         assert!(!settled(&[at(1.99, 2.01), at(1.053, 1.069)], 0.01, false), "the other baseline leaves it open");
-        // The threshold stays within: nearer than a quarter of a per cent, and nearer than half of one after many samples.
-        assert!(settled(&[at(1.048, 1.058)], 0.01, false));
+        // The threshold stays within: after many samples that is an end.
+        assert!(!settled(&[at(1.048, 1.058)], 0.01, false));
         assert!(settled(&[at(1.044, 1.062)], 0.01, true));
         assert!(!settled(&[at(1.03, 1.08)], 0.01, true), "many samples, and still wide where it matters");
     }

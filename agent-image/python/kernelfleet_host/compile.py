@@ -85,6 +85,24 @@ def _remembering(tried: Callable[[Any, str], bool], folder: str) -> Callable[[An
     return check_build
 
 
+def _populate(artifacts: bytes) -> None:
+    """`torch.compiler.load_cache_artifacts` but for which of a kernel's forms was the fastest: each host tries that itself, as one
+    trial beside others' work would otherwise be every later baseline's."""
+    from torch.compiler._cache import CacheArtifactManager
+
+    found = CacheArtifactManager.deserialize(artifacts)
+    if found is not None:
+        found.pop("autotune", None)
+        CacheArtifactManager.populate_caches(found)
+
+
+def _hits() -> int:
+    """Graphs that this process has found instead of compiling them."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["inductor"]["fxgraph_cache_hit"])
+
+
 class Compiled:
     """A reference compiled in the default mode; compiles on the first call.
 
@@ -94,6 +112,7 @@ class Compiled:
     def __init__(self, reference: Reference, artifacts: bytes | None = None) -> None:
         self.reference = reference
         self._artifacts = artifacts
+        self._used = False
         self._call: Any = None
         self.seconds = 0.0
         self._failed: Refused | None = None
@@ -118,7 +137,8 @@ class Compiled:
             dynamo.reset()
             if self._artifacts is not None:
                 with contextlib.suppress(Exception):  # it is compiled as if there were none
-                    torch.compiler.load_cache_artifacts(self._artifacts)
+                    _populate(self._artifacts)
+            hits = _hits()
             call = torch.compile(reference.ready())
             with torch.no_grad():
                 call(*reference._fresh_inputs(reference.slot(index)))
@@ -130,11 +150,12 @@ class Compiled:
         finally:
             reference._restore_state()
         self.seconds = time.monotonic() - start
+        self._used = _hits() > hits
         self._call = call
 
     def artifacts(self) -> bytes | None:
-        """What a later host needs not to compile again; `None` where it was compiled from such already, or nothing can be kept."""
-        if self._call is None or self._artifacts is not None:
+        """What a later host needs not to compile again; `None` where it was found so already, or nothing can be kept."""
+        if self._call is None or self._used:
             return None
         with contextlib.suppress(Exception):
             saved = torch.compiler.save_cache_artifacts()

@@ -835,6 +835,12 @@ class Reference:
                 return Finding(False, "state", float(i), 0.0, [i])
         return None
 
+    def many_slabs(self) -> bool:
+        """Whether a comparison leaves much for the CPU: slabs of the outputs, or a state that was not looked at yet."""
+        slabs = sum(sum(meta.shape[:2]) for meta in self.output_metas)
+        fresh = sum(meta.span for name, meta in self.state_metas.items() if name not in self._state_sums)
+        return slabs > 1 << 16 or fresh > 1 << 24
+
     def compare_bound(self, slot: Slot, tolerance: str) -> dict[str, Any]:
         """`compare`."""
         if not self.bound and self.output_metas:

@@ -218,7 +218,7 @@ class Session:
         """`compare`."""
         reference = self.reference
         slot, tolerance = reference.slot(request.get("slot", 0)), str(request.get("tolerance", "contract"))
-        if reference.device == "cpu":
+        if reference.device == "cpu" or reference.many_slabs():
             return reference.compare_bound(slot, tolerance)
         # What is left for the CPU is a few thousand figures: threads of a library, which share even a square root of so few,
         # wait for each other beside compilers.

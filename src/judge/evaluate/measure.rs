@@ -248,13 +248,19 @@ fn measure_block(
 }
 
 /// Measures `torch.compile`, or takes it from the cache scaled by eager's drift.
-pub(super) fn against_compile(session: &mut Session, summed: bool, evidence: &mut Evidence) -> Result<(), Stop> {
+/// `seconds`: most that its samples may take.
+pub(super) fn against_compile(
+    session: &mut Session,
+    summed: bool,
+    seconds: f64,
+    evidence: &mut Evidence,
+) -> Result<(), Stop> {
     if evidence.eager_us.is_empty() {
         return Ok(());
     }
     let mut fresh = false;
     if session.baseline.is_none() {
-        session.baseline = Some(measure_compile(session, evidence)?);
+        session.baseline = Some(measure_compile(session, seconds, evidence)?);
         fresh = true;
     }
     loop {
@@ -265,9 +271,9 @@ pub(super) fn against_compile(session: &mut Session, summed: bool, evidence: &mu
             return Ok(());
         }
         let scaled = drifted(&baseline, summed, &evidence.eager_us);
-        let found = timing::speedup(&scaled, &evidence.candidate_us, 5);
+        let found = timing::speedup_apart(&scaled, &evidence.candidate_us, 5);
         if near(found.as_ref()) && !fresh {
-            session.baseline = Some(measure_compile(session, evidence)?);
+            session.baseline = Some(measure_compile(session, seconds, evidence)?);
             fresh = true;
             continue;
         }
@@ -294,7 +300,7 @@ fn drifted(baseline: &Baseline, summed: bool, eager_us: &[f64]) -> Vec<f64> {
 /// Over `torch.compile` by the cached baseline, where there is one.
 fn over_cached(session: &Session, summed: bool, evidence: &Evidence) -> Option<Interval> {
     let baseline = session.baseline.as_ref().filter(|b| !b.compile_us.is_empty())?;
-    timing::speedup(&drifted(baseline, summed, &evidence.eager_us), &evidence.candidate_us, 5)
+    timing::speedup_apart(&drifted(baseline, summed, &evidence.eager_us), &evidence.candidate_us, 5)
 }
 
 /// So near to where a reward changes that a cached baseline doesn't settle it.
@@ -334,12 +340,17 @@ pub(super) fn prepare_compile(session: &mut Session) -> Result<(), Stop> {
             }
             Ok(())
         }
-        // A failure is told when its times are asked for.
-        Err(process::Error::Refused(_)) => {
-            cache.drop_compiled(key);
-            Ok(())
+        Err(error) => {
+            // It may be what was kept that ends a compiler or its process.
+            if kept.is_some() {
+                cache.drop_compiled(key);
+            }
+            match error {
+                // A failure is told when its times are asked for.
+                process::Error::Refused(_) => Ok(()),
+                other => Err(task_error(&session.fixed.task, other).into()),
+            }
         }
-        Err(other) => Err(task_error(&session.fixed.task, other).into()),
     }
 }
 
@@ -356,7 +367,7 @@ const ROUNDS: usize = 20;
 /// Half of the relative width of their interval that is narrow enough.
 const NARROW: f64 = 0.005;
 
-fn measure_compile(session: &mut Session, evidence: &mut Evidence) -> Result<Baseline, Stop> {
+fn measure_compile(session: &mut Session, seconds: f64, evidence: &mut Evidence) -> Result<Baseline, Stop> {
     let cpu = session.fixed.judge.options.device == Device::Cpu;
     if cpu && session.baseline.is_none() {
         // The compiler's own processes are nobody's foreign load, so they are done before it is looked for.
@@ -369,6 +380,7 @@ fn measure_compile(session: &mut Session, evidence: &mut Evidence) -> Result<Bas
     let mut eager_us = Vec::new();
     let pids = own(session);
     let load = cpu.then(|| load::Load::begin(&pids));
+    let start = Instant::now();
     for round in 1..=ROUNDS {
         match session.host.ask(&json!({"op": "compile", "slots": slots}), &[], MINUTES) {
             Ok(frame) => {
@@ -391,7 +403,8 @@ fn measure_compile(session: &mut Session, evidence: &mut Evidence) -> Result<Bas
         // A short kernel's samples differ by per cents, and against a baseline of a few of them nothing is ever settled.
         let wide = timing::interval(&compiled.compile_us, round as u64)
             .is_some_and(|found| timing::relative_width(&found) > NARROW);
-        if cpu || compiled.compile_error.is_some() || !wide {
+        let over = start.elapsed().as_secs_f64() > seconds;
+        if cpu || over || compiled.compile_error.is_some() || !wide {
             break;
         }
     }

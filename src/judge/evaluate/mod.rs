@@ -61,7 +61,7 @@ struct Budget {
     block: usize,
     seconds: f64,
     width: f64,
-    /// With so many the interval may stay wide where no reward hangs on it (`timing::settled`).
+    /// With so many the interval may stay wide, or have a threshold in it (`timing::settled`).
     samples: usize,
     /// Timed sets are compared too, by chance.
     compare: bool,
@@ -436,7 +436,7 @@ fn steps(session: &mut Session, made: &Made, effort: Effort, more: bool, evidenc
     }
     let start = Instant::now();
     if budget.compile {
-        evidence.time("compile", |e| measure::against_compile(session, subject.summed(), e))?;
+        evidence.time("compile", |e| measure::against_compile(session, subject.summed(), budget.seconds / 2.0, e))?;
     }
     evidence.time("profile", |e| subject.profile(e));
     spent += start.elapsed();

@@ -137,8 +137,13 @@ pub(super) fn key_of_files(fixed: &Fixed, candidate: &Candidate, effort: Effort)
 fn asked(fixed: &Fixed, effort: Effort) -> String {
     let options = &fixed.judge.options;
     format!(
-        "{effort:?} {:?} {:?} {} {} {:?}",
-        options.tolerance, options.libraries, options.inputs, options.compile, options.measure_seconds
+        "{effort:?} {:?} {:?} {} {} {:?} {}",
+        options.tolerance,
+        options.libraries,
+        options.inputs,
+        options.compile,
+        options.measure_seconds,
+        fixed.judge.device.exposed
     )
 }
 

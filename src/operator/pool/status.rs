@@ -216,6 +216,12 @@ fn arch(properties: &str) -> Option<String> {
     Some(format!("sm_{}{}", properties["major"].as_u64()?, properties["minor"].as_u64()?))
 }
 
+/// Whether a card's code reaches its host's memory, by what judges tell of it.
+fn exposed(properties: &str) -> bool {
+    let properties: serde_json::Value = serde_json::from_str(properties).unwrap_or_default();
+    properties["pageable_memory_access"] == true
+}
+
 /// Whether nobody else is on the cards while something is measured.
 fn trusted(pool: &GpuPool, facts: &Facts) -> Said {
     match pool.spec.sharing {
@@ -254,6 +260,9 @@ fn trusted(pool: &GpuPool, facts: &Facts) -> Said {
         let message = "processors are shared with whatever runs on the node: each verdict says whether others used them while it \
                        was measured, and a job's status.untrusted counts those";
         return Said::unknown("EachByItself", message);
+    }
+    if exposed(&said.properties_json) {
+        return Said::no("HostMemoryExposed", crate::judge::EXPOSED);
     }
     Said::yes("ExclusiveCards", "each judge has a card of its own")
 }
@@ -374,6 +383,26 @@ mod tests {
             told(8)
         );
         assert!(told(9).contains("Ready=True JudgesReady"), "{}", told(9));
+    }
+
+    #[test]
+    fn a_card_whose_code_reaches_the_hosts_memory_is_told() {
+        let said = |exposed: bool| PoolFacts {
+            properties_json: json!({"major": 9, "minor": 0, "pageable_memory_access": exposed}).to_string(),
+            each: vec![crate::wire::v1::JudgeFacts { pod: "p-judge-0".into(), sharing: 1, ..Default::default() }],
+            ..PoolFacts::default()
+        };
+        let card = pool(json!({"device": "cuda"}));
+        let told = |exposed| {
+            let facts = Facts { broker: set(1), judges: set(1), said: Some(Ok(said(exposed))), ..Facts::default() };
+            line(&status(&card, "kernelfleet", &Ok(()), None, &facts, Timestamp::UNIX_EPOCH))
+        };
+        assert!(told(false).contains("MeasurementsTrusted=True ExclusiveCards"), "{}", told(false));
+        assert!(
+            told(true).contains("MeasurementsTrusted=False HostMemoryExposed: device code can reach"),
+            "{}",
+            told(true)
+        );
     }
 
     #[test]

@@ -87,7 +87,6 @@ pub struct DeviceInfo {
     pub shared_memory_per_multiprocessor: i32,
     pub cooperative_launch: bool,
     /// Kernels can reach memory of the host's processes that nobody gave to the card (HMM, or shared page tables).
-    #[serde(default)]
     pub pageable_memory_access: bool,
 }
 
@@ -230,6 +229,11 @@ fn device_info(device: sys::CUdevice, version: i32) -> Result<DeviceInfo, Fault>
         let _ = unsafe { sys::cuDeviceGetAttribute(&raw mut value, attribute, device) };
         value
     };
+    let mut pageable = 0;
+    let asked = Attribute::CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS;
+    // SAFETY: `pageable` is valid for a write.
+    let known = unsafe { sys::cuDeviceGetAttribute(&raw mut pageable, asked, device) };
+    check(known, "asking whether kernels reach the host's memory")?;
     let mut name = [0 as std::ffi::c_char; 256];
     // SAFETY: `name` holds the 255 bytes announced and one more, which stays zero.
     check(unsafe { sys::cuDeviceGetName(name.as_mut_ptr(), 255, device) }, "asking for the card's name")?;
@@ -261,7 +265,7 @@ fn device_info(device: sys::CUdevice, version: i32) -> Result<DeviceInfo, Fault>
         shared_memory_per_block_optin: get(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN),
         shared_memory_per_multiprocessor: get(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR),
         cooperative_launch: get(Attribute::CU_DEVICE_ATTRIBUTE_COOPERATIVE_LAUNCH) != 0,
-        pageable_memory_access: get(Attribute::CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS) != 0,
+        pageable_memory_access: pageable != 0,
     })
 }
 
