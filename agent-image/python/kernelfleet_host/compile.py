@@ -35,9 +35,8 @@ def warm() -> dict[str, Any]:
     import torch._dynamo  # noqa: F401
     import torch._inductor.compile_fx  # noqa: F401
 
-    with contextlib.suppress(
-        Exception
-    ):  # PyTorch's own and may go: a digest of its sources, which each compile asks for
+    # A digest of PyTorch's sources, which each compile asks for; the name is its own and may go.
+    with contextlib.suppress(Exception):
         from torch._inductor.codecache import torch_key
 
         torch_key()
@@ -97,10 +96,13 @@ def _populate(artifacts: bytes) -> None:
 
 
 def _hits() -> int:
-    """Graphs that this process has found instead of compiling them."""
-    from torch._dynamo.utils import counters
+    """Graphs that this process has found instead of compiling them; none where PyTorch doesn't count them so any more."""
+    try:
+        from torch._dynamo.utils import counters
 
-    return int(counters["inductor"]["fxgraph_cache_hit"])
+        return int(counters["inductor"]["fxgraph_cache_hit"])
+    except (ImportError, LookupError, TypeError, ValueError):
+        return 0
 
 
 class Compiled:
