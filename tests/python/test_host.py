@@ -662,3 +662,23 @@ def test_a_task_that_was_estimated_opens_like_any_other(host: Host) -> None:
     args = (s["norm.running_mean"], s["norm.running_var"], s["norm.weight"], s["norm.bias"])
     assert judged.says(torch.nn.functional.batch_norm(x, *args))["match"]
     assert host("open", **request)["inputs"] == judged.opened["inputs"]
+
+
+def test_a_convolution_in_double_that_unfolds_to_more_than_there_is_runs_in_slices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import kernelfleet_host.reference as module
+
+    source = task("return self.c(xs[0])", "torch.rand(4, 6, 32, 32)", "self.c = nn.Conv2d(6, 8, (3, 5), groups=2)")
+    reference = module.Reference(source, "task.py", "cpu", "reference", 1, 1)
+    traced = reference.require_trace()
+    assert traced.column_bytes == 8 * 4 * 3 * (3 * 5) * (30 * 28)
+    turned = task("return self.c(xs[0])", "torch.rand(4, 6, 16, 16)", "self.c = nn.ConvTranspose2d(6, 8, 3)")
+    assert module.Reference(turned, "task.py", "cpu", "reference", 1, 1).require_trace().column_bytes == (
+        8 * 4 * 8 * 9 * (16 * 16)
+    )
+    room = (2 * traced.peak_bytes + (1 << 28)) * 4 // 3 + 4
+    monkeypatch.setattr(module, "available_bytes", lambda _device: room)
+    assert reference._pieces() > 1
+    monkeypatch.setattr(module, "available_bytes", lambda _device: room + traced.column_bytes * 2)
+    assert reference._pieces() == 1

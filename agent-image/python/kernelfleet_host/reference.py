@@ -574,6 +574,8 @@ class Reference:
         if self.traced is None:
             return 1
         need = 2 * self.traced.peak_bytes + (1 << 28)
+        if self.device == "cpu":
+            need += self.traced.column_bytes
         room = available_bytes(self.device) * 3 // 4
         return 1 if need <= room else min(1 << 16, 2 * -(-need // max(room, 1)))
 

@@ -104,6 +104,7 @@ class Tracer(TorchDispatchMode):
         self._next = 0
         self._lives: dict[int, list[int]] = {}  # storage -> [bytes, first node, last node]
         self.wrote: set[int] = set()  # storages that an in-place operator wrote
+        self.columns = 0  # most bytes that a convolution unfolds its input to, in double
 
     def name(self, tensor: torch.Tensor, label: str) -> None:
         """Gives `tensor` the id `label`."""
@@ -205,6 +206,8 @@ class Tracer(TorchDispatchMode):
             if schema.alias_info is not None and schema.alias_info.is_write and schema.name in kwargs:
                 tree_map_only(torch.Tensor, lambda t: self.wrote.add(t.untyped_storage()._cdata), kwargs[schema.name])
         result = func(*args, **kwargs)
+        if func is torch.ops.aten.convolution.default:
+            self.columns = max(self.columns, columns(args[0], args[1], result, transposed=args[6], groups=args[8]))
         outputs = list(result) if isinstance(result, (tuple, list)) else [result]
         tensors = [o for o in outputs if isinstance(o, torch.Tensor)]
         tree_map_only(torch.Tensor, self._touch, tensors)
@@ -251,6 +254,13 @@ class Tracer(TorchDispatchMode):
             now += change
             most = max(most, now)
         return most
+
+
+def columns(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, *, transposed: bool, groups: int) -> int:
+    """Bytes of the matrix of columns that a convolution in float64 makes on the CPU, for which no library has another way: each
+    place of the kernel for each place of the output (of the input where it is transposed), of a whole batch."""
+    channels, places = (y.shape[1], x.shape[2:]) if transposed else (x.shape[1], y.shape[2:])
+    return 8 * x.shape[0] * (channels // groups) * math.prod(weight.shape[2:]) * math.prod(places)
 
 
 def literal(value: Any) -> Any:
@@ -335,6 +345,7 @@ class Traced:
             "source": {"class": "Model"},
         }
         self.operators = Counter(".".join(node["op"].split(".")[:2]) for node in tracer.nodes)
+        self.column_bytes = tracer.columns
         self.peak_bytes = tracer.peak()
         self.written_inputs = [
             i
