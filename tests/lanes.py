@@ -16,7 +16,6 @@ from pathlib import Path
 from threading import Lock, Timer
 
 ROOT = Path(__file__).resolve().parent.parent
-CRATE = "lib of the crate"
 # Test programs that use less than half of a processor, longest first, then some that compute and measure nothing.
 BESIDE = (
     "agent",
@@ -28,7 +27,7 @@ BESIDE = (
     "agent_tools",
     "agents_soak",
     "chart",
-    CRATE,
+    "lib of the crate",
     "runner_cpu",
 )
 # Longest that one may take, seconds.

@@ -16,7 +16,7 @@ use super::run::{RUNNER, Run};
 use super::subject::{Subject, on_cpu};
 use super::{Budget, Stop, incorrect};
 use crate::judge::cache::{BASELINE, Baseline, COMPILED_EACH};
-use crate::judge::runner::client::memory_file;
+use crate::judge::runner::client::memory_of;
 use crate::judge::session::{MINUTES, Session, secret_seed, task_error};
 use crate::judge::timing::{self, Random};
 use crate::judge::verdict::{FASTER, Interval, Measurement};
@@ -321,7 +321,8 @@ pub(super) fn prepare_compile(session: &mut Session) -> Result<(), Stop> {
     let keeps = session.fixed.judge.options.device == Device::Cuda;
     let fixed = Arc::clone(&session.fixed);
     let (cache, key) = (&fixed.judge.cache, &fixed.digest);
-    let kept = keeps.then(|| cache.compiled(key)).flatten().and_then(|bytes| in_memory(&bytes).ok());
+    let kept = keeps.then(|| cache.compiled(key)).flatten();
+    let kept = kept.and_then(|bytes| Some((memory_of(c"artifacts", &bytes).ok()?, bytes.len())));
     let mut body = json!({"op": "compile", "slots": [0], "keep": keeps});
     let mut fds = Vec::new();
     if let Some((file, bytes)) = &kept {
@@ -352,13 +353,6 @@ pub(super) fn prepare_compile(session: &mut Session) -> Result<(), Stop> {
             }
         }
     }
-}
-
-/// A file in memory that holds `bytes`, and their number.
-fn in_memory(bytes: &[u8]) -> std::io::Result<(File, usize)> {
-    let file = File::from(memory_file(c"artifacts", bytes.len() as u64)?);
-    file.write_all_at(bytes, 0)?;
-    Ok((file, bytes.len()))
 }
 
 /// Samples of `torch.compile` that are taken between two looks at them, and the most on a card.

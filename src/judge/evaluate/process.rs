@@ -18,7 +18,7 @@ use super::subject::Subject;
 use super::{Stop, incorrect, reason};
 use crate::judge::build::{BuildError, Built, extension, symbols};
 use crate::judge::process::{self, Forked, Refused};
-use crate::judge::runner::client::memory_file;
+use crate::judge::runner::client::{memory_file, memory_of};
 use crate::judge::session::{Error, Fixed, MINUTES, Session, secret_seed, task_error};
 use crate::judge::timing;
 use crate::judge::verdict::Reason;
@@ -379,11 +379,7 @@ impl Builds {
 
 /// A library as a descriptor.
 fn lent(built: &Built) -> Result<OwnedFd, Stop> {
-    let made = memory_file(c"library", built.image.len() as u64).and_then(|fd| {
-        std::os::unix::fs::FileExt::write_all_at(&std::fs::File::from(fd.try_clone()?), &built.image, 0)?;
-        Ok(fd)
-    });
-    made.map_err(|e| fault("no memory for a library", &e))
+    memory_of(c"library", &built.image).map_err(|e| fault("no memory for a library", &e))
 }
 
 /// Builds a candidate's extensions, in a process without a device that imports and constructs it once. On a card what else

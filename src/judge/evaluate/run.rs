@@ -14,7 +14,7 @@ use super::images::place;
 use super::record::Recording;
 use super::{Stop, ahead, incorrect, reason};
 use crate::judge::runner::Arithmetic;
-use crate::judge::runner::client::{Error as RunnerError, Exported, LoadRequest, Loaded, Runner, memory_file};
+use crate::judge::runner::client::{Error as RunnerError, Exported, LoadRequest, Loaded, Runner, memory_of};
 use crate::judge::session::{Error, MINUTES, Session, secret_seed, task_error};
 use crate::judge::verdict::Reason;
 use crate::judge::{Device, Precision, build, process};
@@ -143,11 +143,7 @@ pub(super) fn load_into(
     session.select(0)?;
     let images = images
         .iter()
-        .map(|b| {
-            let fd = memory_file(c"image", b.image.len() as u64)?;
-            std::os::unix::fs::FileExt::write_all_at(&std::fs::File::from(fd.try_clone()?), &b.image, 0)?;
-            Ok(fd)
-        })
+        .map(|b| memory_of(c"image", &b.image))
         .collect::<std::io::Result<Vec<OwnedFd>>>()
         .map_err(|e| fault("no memory for the images", &e))?;
     let (ours, theirs) = std::os::unix::net::UnixStream::pair().map_err(|e| fault("no socket for the helper", &e))?;

@@ -690,6 +690,16 @@ pub fn memory_file(name: &std::ffi::CStr, bytes: u64) -> std::io::Result<OwnedFd
     Ok(file.into())
 }
 
+/// Such a file that begins with `bytes`.
+///
+/// # Errors
+/// As `memory_file`.
+pub fn memory_of(name: &std::ffi::CStr, bytes: &[u8]) -> std::io::Result<OwnedFd> {
+    let file = File::from(memory_file(name, bytes.len() as u64)?);
+    file.write_all_at(bytes, 0)?;
+    Ok(file.into())
+}
+
 /// Memory files for every workspace and constant of a CPU plan; constants are filled.
 fn owned_buffers(request: &LoadRequest<'_>) -> Result<Vec<Exported>, Error> {
     let mut own = Vec::new();
