@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_host import Host, Judged, host, task, zygote  # noqa: F401
+from test_host import Host, Judged, host, module, task, zygote  # noqa: F401
 
 ACCEPTED = {
     "linear and relu": task(
@@ -105,3 +105,19 @@ def test_zeros_on_plain_inputs_alone_are_no_reason_to_refuse_though_there_is_no_
     opened(host, task("return torch.relu(-xs[0])", "torch.rand(64, 96)"))
     said = host("check", inputs=3, seconds=0)
     assert said["accepted"], said
+
+
+@pytest.mark.parametrize(
+    ("operators", "so"),
+    [
+        (["aten.relu", "aten.convolution"], True),
+        (["aten.addmm", "aten.sigmoid", "aten.tanh", "aten.unsafe_split"], True),
+        (["aten.bmm"], True),
+        (
+            ["aten.native_layer_norm", "aten.logsumexp", "aten.sum", "aten.permute", "aten.cumsum", "aten.minimum"],
+            False,
+        ),
+    ],
+)
+def test_what_a_library_may_multiply_in_fewer_bits_is_known_by_its_operators(operators: list[str], so: bool) -> None:
+    assert module.multiplies(operators) == so

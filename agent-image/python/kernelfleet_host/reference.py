@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,12 @@ class Own:
 
     def close(self) -> None:
         """It stays whose it is."""
+
+
+def multiplies(operators: Iterable[str]) -> bool:
+    """Whether one of the operators (`aten.mm`) is a product or a convolution, or a recurrent layer, which is seen as products."""
+    words = ("conv", "mm", "mv", "dot", "matmul", "linear", "attention", "rnn", "lstm", "gru")
+    return any(word in name for name in operators for word in words)
 
 
 @dataclass
@@ -131,6 +138,14 @@ class Reference:
         self._cold = False  # memory was given back: what isn't a graph is run once before it is timed
 
     # ---- what the task is ----
+
+    def rounds_factors(self) -> bool:
+        """Whether the library may round what it multiplies, to half precision or TF32. Which of its algorithms do is its choice
+        anew in each call, by the memory that is left for one."""
+        if self.half or self.device == "cpu":
+            return self.half
+        allowed = torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
+        return allowed and (self.traced is None or multiplies(self.traced.operators))
 
     def _meta_inputs(self) -> list[Any]:
         return [
