@@ -302,11 +302,17 @@ pub struct Judge {
     /// Which build of the judge this is: no verdict of another is remembered.
     pub(super) version: String,
     memory: Arc<Memory>,
+    zygotes: Arc<Zygotes>,
+    told: OnceLock<Phases>,
+}
+
+/// What a judge forks its children from; judges of other choices on the same device fork from the same.
+#[derive(Debug)]
+struct Zygotes {
     hosts: Mutex<Zygote>,
     recorders: Mutex<Zygote>,
     /// Started when the first candidate needs a process of its own.
     processes: Mutex<Option<Processes>>,
-    told: OnceLock<Phases>,
 }
 
 /// Who is told what an evaluation is at, if anybody is.
@@ -543,11 +549,32 @@ impl Judge {
             slice,
             device,
             version: evaluate::remember::version(toolchain),
-            hosts: Mutex::new(hosts),
-            recorders: Mutex::new(recorders.map_err(fault)?),
-            processes: Mutex::new(None),
+            zygotes: Arc::new(Zygotes {
+                hosts: Mutex::new(hosts),
+                recorders: Mutex::new(recorders.map_err(fault)?),
+                processes: Mutex::new(None),
+            }),
             told: OnceLock::new(),
         }))
+    }
+
+    /// A judge on this one's device, with its processes and whatever these are warmed for, that judges by other choices.
+    #[must_use]
+    pub fn by(&self, mut options: Options) -> Arc<Self> {
+        options.device = self.options.device;
+        options.measure_seconds = options.measure_seconds.or(self.toolchain.measure.map(|d| d.as_secs_f64()));
+        Arc::new(Self {
+            memory: Arc::clone(&self.memory),
+            builder: Builder::new(&self.toolchain, &self.toolchain.cache.join("builds")),
+            cache: Cache::new(&self.toolchain.cache),
+            toolchain: self.toolchain.clone(),
+            options,
+            slice: Arc::clone(&self.slice),
+            device: self.device.clone(),
+            version: self.version.clone(),
+            zygotes: Arc::clone(&self.zygotes),
+            told: OnceLock::new(),
+        })
     }
 
     /// Each phase of an evaluation is told as it begins, by its name in `phases_seconds`. To be set once.
@@ -575,7 +602,7 @@ impl Judge {
         let scratch = scratch().map_err(|source| process::Error::Start { role: "recorder".into(), source })?;
         let confinement = confinement::recorder(&self.toolchain, scratch.path());
         confinement.own(scratch.path()).map_err(|source| process::Error::Start { role: "recorder".into(), source })?;
-        let mut zygote = self.recorders.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut zygote = self.zygotes.recorders.lock().unwrap_or_else(PoisonError::into_inner);
         let mut forked = zygote.fork("recorder", &confinement, 1, &json!({}))?;
         forked.scratch = Some(scratch);
         Ok(forked)
@@ -585,7 +612,7 @@ impl Judge {
     /// only says what is to be built, without a device.
     pub(super) fn fork_process(&self, built: bool) -> Result<(Forked, Framework, Built), Error> {
         let fault = |e: &dyn std::fmt::Display| Error::Fault(format!("a candidate's process can't be started: {e}"));
-        let mut processes = self.processes.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut processes = self.zygotes.processes.lock().unwrap_or_else(PoisonError::into_inner);
         if processes.is_none() {
             *processes = Some(self.start_processes()?);
         }
@@ -638,7 +665,7 @@ impl Judge {
         let scratch = scratch().map_err(|source| process::Error::Start { role: role.into(), source })?;
         let confinement = confinement::host(&self.toolchain, self.options.device, scratch.path());
         confinement.own(scratch.path()).map_err(|source| process::Error::Start { role: role.into(), source })?;
-        let mut zygote = self.hosts.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut zygote = self.zygotes.hosts.lock().unwrap_or_else(PoisonError::into_inner);
         let mut forked =
             zygote.fork(&format!("reference {role}"), &confinement, self.toolchain.threads, &json!({"role": role}))?;
         forked.scratch = Some(scratch);
@@ -649,7 +676,7 @@ impl Judge {
     /// more the first time on a machine).
     pub fn warm(&self) {
         let _turn = self.quietly();
-        let mut zygote = self.hosts.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut zygote = self.zygotes.hosts.lock().unwrap_or_else(PoisonError::into_inner);
         if let Err(error) = zygote.ask(&json!({"op": "warm"}), MINUTES) {
             tracing::warn!(%error, "the host zygote could not be warmed");
         }

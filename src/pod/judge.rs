@@ -38,8 +38,8 @@ const AGAIN: Duration = Duration::from_millis(500);
 const LAST_CALL: Duration = Duration::from_secs(3);
 /// How often leases are looked at.
 const LOOK: Duration = Duration::from_millis(100);
-/// Judges of other choices (precision, tolerance, ..) that are kept: each is two processes with PyTorch in them.
-const JUDGES: usize = 2;
+/// Judges of other choices (precision, tolerance, ..) that are kept.
+const JUDGES: usize = 16;
 
 /// What a judge pod is given.
 #[derive(Clone, Debug)]
@@ -83,6 +83,8 @@ struct Worker {
     broker: Arc<Broker>,
     leases: Arc<Leases>,
     slice: Arc<Slice>,
+    /// By the usual choices; the others fork from its processes, which outlive every lease.
+    first: Arc<Judge>,
     judges: Mutex<VecDeque<(String, Arc<Judge>)>>,
     kept: Mutex<VecDeque<Kept>>,
     /// Number of the registration.
@@ -122,7 +124,8 @@ pub fn main(arguments: Arguments, environment: Environment, stop: &'static Atomi
     }
     let card = card::Card::of(judge.facts(), arguments.card.as_deref());
     let worker = Arc::new(Worker {
-        judges: Mutex::new([(key(&usual), judge)].into()),
+        judges: Mutex::new([(key(&usual), Arc::clone(&judge))].into()),
+        first: judge,
         kept: Mutex::default(),
         session: AtomicU64::new(0),
         registering: Mutex::default(),
@@ -382,7 +385,7 @@ impl Worker {
     }
 
     fn open(&self, key: &str, choices: &job::Judge, lease: &Lease) -> Result<Open, Trouble> {
-        let judge = self.judge(key, choices)?;
+        let judge = self.judge(key, choices);
         let court = Real { judge, modules: self.environment.python.modules.clone() };
         court.opened(&TaskSource {
             name: lease.task_name.clone(),
@@ -392,23 +395,21 @@ impl Worker {
     }
 
     /// The judge of these choices; the one that was used last comes last.
-    fn judge(&self, key: &str, choices: &job::Judge) -> Result<Arc<Judge>, Trouble> {
+    fn judge(&self, key: &str, choices: &job::Judge) -> Arc<Judge> {
         let mut judges = lock(&self.judges);
         if let Some(at) = judges.iter().position(|(known, _)| known == key)
             && let Some(found) = judges.remove(at)
         {
             let judge = Arc::clone(&found.1);
             judges.push_back(found);
-            return Ok(judge);
+            return judge;
         }
-        // Its processes outlive the lease, so they are under nobody's leash.
-        let options = court::options(choices, self.arguments.device);
-        let judge = Judge::start(&self.environment.toolchain, options, Arc::clone(&self.slice))?;
+        let judge = self.first.by(court::options(choices, self.arguments.device));
         judges.push_back((key.to_owned(), Arc::clone(&judge)));
         if judges.len() > JUDGES {
             judges.pop_front();
         }
-        Ok(judge)
+        judge
     }
 
     /// A task that is open already.

@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from api import Api, Missing, Refused
+
 ROOT = Path(__file__).resolve().parents[2]
 BED = ROOT / "tests" / "cluster"
 HOME = ROOT / ".kernelfleet" / "cluster"
@@ -41,16 +43,13 @@ NEEDED = {
 }
 
 
-class Refused(Exception):
-    """What the API server said instead of taking an object."""
-
-
 class Cluster:
-    """A cluster, asked through kubectl."""
+    """A cluster, asked through kubectl, and read without a start of it."""
 
     def __init__(self, kubeconfig: Path, kubectl: str, own: bool) -> None:
         self.kubeconfig = kubeconfig
         self.program = kubectl
+        self.api = Api(kubectl, kubeconfig)
         # Of this checkout's test bed, so that its nodes' processes and files can be reached.
         self.own = own
 
@@ -82,13 +81,14 @@ class Cluster:
 
     def get(self, *words: str) -> dict[str, Any]:
         """An object, or a list of them, as JSON."""
-        found: dict[str, Any] = json.loads(self.kubectl("get", *words, "-o", "json"))
-        return found
+        return self.api.get(*words)
 
     def find(self, *words: str) -> dict[str, Any] | None:
         """As `get`, or nothing where there is no such object."""
-        text = self.kubectl("get", *words, "-o", "json", "--ignore-not-found")
-        return json.loads(text) if text else None
+        try:
+            return self.api.get(*words)
+        except Missing:
+            return None
 
     def wait(self, what: str, seconds: float, ready: Callable[[], Any]) -> Any:
         """What `ready` gives as soon as that is truthy; says what it waited for if it never is."""
@@ -97,10 +97,12 @@ class Cluster:
         while True:
             found = ready()
             if found:
+                if time.monotonic() - start > 5:
+                    print(f"\n{time.monotonic() - start:.0f} s until {what}", flush=True)
                 return found
             if time.monotonic() > end:
                 pytest.fail(f"waited {seconds:g} s in vain for {what}; last seen: {found!r}", pytrace=False)
-            # Each look is a start of kubectl: what takes a while isn't asked for as often.
+            # What takes a while isn't asked for as often.
             time.sleep(min(1.0, 0.2 + 0.05 * (time.monotonic() - start)))
 
     def namespace(self, name: str, **labels: str) -> str:
@@ -200,7 +202,9 @@ def cluster() -> Iterator[Cluster]:
     """The cluster, without images."""
     given = os.environ.get("KUBECONFIG")
     if given:
-        yield Cluster(Path(given), shutil.which("kubectl") or str(HOME / "bin/kubectl"), own=False)
+        other = Cluster(Path(given), shutil.which("kubectl") or str(HOME / "bin/kubectl"), own=False)
+        yield other
+        other.api.close()
         return
     reason = missing()
     if reason:
@@ -208,10 +212,14 @@ def cluster() -> Iterator[Cluster]:
     prepare("build.sh")
     kept = (HOME / "kubeconfig").is_file() or bool(os.environ.get("KERNELFLEET_KEEP_CLUSTER"))
     before = traces()
+    found: Cluster | None = None
     try:
         prepare("up.sh", os.environ.get("KERNELFLEET_NODES", "1"))
-        yield Cluster(HOME / "kubeconfig", str(HOME / "bin/kubectl"), own=True)
+        found = Cluster(HOME / "kubeconfig", str(HOME / "bin/kubectl"), own=True)
+        yield found
     finally:
+        if found is not None:
+            found.api.close()
         if not kept:
             script("down.sh")
     if not kept:

@@ -17,7 +17,7 @@ PYTHON = Path(__file__).resolve().parents[2] / "agent-image" / "python"
 sys.path.insert(0, str(PYTHON))
 
 from kernelfleet_host import reference as module  # noqa: E402
-from kernelfleet_host.compile import _remembering  # noqa: E402
+from kernelfleet_host.compile import _Loads, _remembering  # noqa: E402
 from kernelfleet_host.reference import short  # noqa: E402
 from kernelfleet_host.task import lacks_memory  # noqa: E402
 from kernelfleet_host.tensors import DTYPES, Meta, contiguous_strides  # noqa: E402
@@ -628,6 +628,28 @@ def test_instructions_that_a_program_was_loaded_with_once_are_not_tried_again_an
         assert check(isa, "good") and not check(isa, "bad")
     assert check(other, "good")
     assert tried == ["good", "bad", "bad", "good"]
+
+
+def test_a_library_is_loaded_by_a_fork_of_one_python_and_any_other_command_is_run(tmp_path: Path) -> None:
+    good, bad = Path(torch.__file__).parent / "lib/libtorch_python.so", tmp_path / "none.so"
+    bad.write_text("no library")
+
+    def load(path: Path) -> list[str]:
+        return [sys.executable, "-c", f'import torch\nfrom ctypes import cdll\ncdll.LoadLibrary("{path}")\n']
+
+    with _Loads() as loads:
+        loads.begin()
+        assert loads.check_call(load(good), stderr=loads.DEVNULL) == 0
+        with pytest.raises(subprocess.CalledProcessError):
+            loads.check_call(load(bad), stderr=loads.DEVNULL)
+        assert loads.check_call(["true"]) == 0
+        with pytest.raises(subprocess.CalledProcessError):
+            loads.check_call(["false"])
+        # Where that Python is gone, PyTorch's own way is taken.
+        assert loads._python is not None
+        loads._python.kill()
+        loads._python.wait()
+        assert loads.check_call(load(good), stderr=loads.DEVNULL) == 0
 
 
 def test_outputs_in_an_input_are_read_there_and_workspaces_are_poisoned(host: Host) -> None:

@@ -8,10 +8,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
 from typing import Any
 
 import torch
@@ -50,12 +54,20 @@ def warm() -> dict[str, Any]:
         try:
             os.makedirs(folder, exist_ok=True)
             tried = cpu_vec_isa.VecISA.check_build
-            cpu_vec_isa.VecISA.check_build = _remembering(tried, folder)  # type: ignore[assignment,method-assign]
-            try:
-                _try_beside(cpu_vec_isa)
-                cpu_vec_isa.pick_vec_isa()
-            finally:
-                cpu_vec_isa.VecISA.check_build = tried  # type: ignore[method-assign]
+            with _Loads() as loads:
+
+                def begun(isa: Any, code: str) -> bool:
+                    loads.begin()
+                    return bool(tried(isa, code))
+
+                cpu_vec_isa.VecISA.check_build = _remembering(begun, folder)  # type: ignore[assignment,method-assign]
+                cpu_vec_isa.subprocess = loads  # type: ignore[assignment]
+                try:
+                    _try_beside(cpu_vec_isa)
+                    cpu_vec_isa.pick_vec_isa()
+                finally:
+                    cpu_vec_isa.VecISA.check_build = tried  # type: ignore[method-assign]
+                    cpu_vec_isa.subprocess = subprocess
         finally:
             del os.environ["TORCHINDUCTOR_CACHE_DIR"]
             signal.signal(signal.SIGCHLD, reap)
@@ -64,12 +76,72 @@ def warm() -> dict[str, Any]:
 
 def _try_beside(instructions: Any) -> None:
     """Tries a processor's vector instructions beside each other, which `pick_vec_isa` would do one after another: each trial
-    waits for a compiler, then for a Python that loads what it made. `instructions`: PyTorch's module, whose own names may go."""
+    waits for a compiler. `instructions`: PyTorch's module, whose own names may go."""
     with contextlib.suppress(Exception):
         here = instructions.x86_isa_checker()
         known = [isa for isa in instructions.supported_vec_isa_list if all(f in here for f in str(isa).split())]
         with ThreadPoolExecutor(len(known)) as trials:
             list(trials.map(bool, known))
+
+
+class _Loads:
+    """In place of `subprocess` where PyTorch starts a Python for each library that is to be loaded: one that has PyTorch in it
+    forks for each of them. What isn't such a command is run as it is."""
+
+    DEVNULL = subprocess.DEVNULL
+    _PROGRAM = """
+import ctypes, os, sys, torch
+for path in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        try:
+            ctypes.CDLL(path.rstrip())
+            os._exit(0)
+        finally:
+            os._exit(1)
+    print(os.waitpid(child, 0)[1], flush=True)
+"""
+
+    def __init__(self) -> None:
+        self._turn = Lock()
+        self._python: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> _Loads:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._python is not None:
+            self._python.communicate()
+
+    def begin(self) -> None:
+        """Starts the Python, if it isn't there: it is ready after about as long as a compiler takes."""
+        with self._turn:
+            if self._python is None:
+                environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+                pipe = subprocess.PIPE
+                command = [sys.executable, "-c", self._PROGRAM]
+                self._python = subprocess.Popen(
+                    command, stdin=pipe, stdout=pipe, stderr=self.DEVNULL, env=environment, text=True
+                )
+
+    def check_call(self, command: list[str], **options: Any) -> int:
+        """`subprocess.check_call`; raises `CalledProcessError` where the library can't be loaded."""
+        named = re.search(r'LoadLibrary\("(/[^"\n]+)"\)', command[-1])
+        status = self._status(named[1]) if named else None
+        if status is None:
+            return subprocess.check_call(command, **options)
+        if status:
+            raise subprocess.CalledProcessError(status, command)
+        return 0
+
+    def _status(self, path: str) -> int | None:
+        """Of the fork that loads a library; none where there is no Python to make it."""
+        with self._turn, contextlib.suppress(OSError, ValueError):
+            if self._python is not None and self._python.stdin and self._python.stdout:
+                self._python.stdin.write(path + "\n")
+                self._python.stdin.flush()
+                return int(self._python.stdout.readline())
+        return None
 
 
 def _remembering(tried: Callable[[Any, str], bool], folder: str) -> Callable[[Any, str], bool]:
