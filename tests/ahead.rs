@@ -1,5 +1,5 @@
 //! Runners that are started ahead of their candidates, by the real judge on the CPU device: each serves one candidate, a
-//! dead one is replaced, and none is left. Alone in its file, since it counts this process's children. Needs `make env`.
+//! dead one is replaced, and none is left. A judge of other choices starts no Python of its own. Alone in its file, since it counts this process's children. Needs `make env`.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
@@ -9,8 +9,8 @@ use std::path::{Path, PathBuf};
 use kernelfleet::judge::{Candidate, Device, Effort, Judge, Options, Slice, TaskSource};
 use kernelfleet::local::environment;
 
-/// Children of this process that are runners.
-fn runners() -> Vec<u32> {
+/// Children of this process that were started with `word`.
+fn children(word: &str) -> Vec<u32> {
     let own = std::process::id().to_string();
     let numbers = fs::read_dir("/proc").unwrap().filter_map(|e| e.unwrap().file_name().to_str()?.parse().ok());
     numbers
@@ -18,9 +18,13 @@ fn runners() -> Vec<u32> {
             let read = |name: &str| fs::read_to_string(format!("/proc/{pid}/{name}")).unwrap_or_default();
             let stat = read("stat");
             let parent = stat.rsplit_once(") ").and_then(|x| x.1.split(' ').nth(1));
-            parent == Some(own.as_str()) && read("cmdline").contains("runner-cpu")
+            parent == Some(own.as_str()) && read("cmdline").contains(word)
         })
         .collect()
+}
+
+fn runners() -> Vec<u32> {
+    children("runner-cpu")
 }
 
 #[test]
@@ -63,4 +67,16 @@ fn a_runner_started_ahead_serves_the_next_candidate_and_a_dead_one_is_replaced()
     assert!(cached && waiting.len() == 1, "{waiting:?}");
     drop(session);
     assert_eq!(runners(), Vec::<u32>::new());
+
+    // Other choices are another judge, which forks from the same processes and needs the first no more.
+    let started = (children("kernelfleet_host"), children("kernelfleet_recorder"));
+    assert_eq!((started.0.len(), started.1.len()), (1, 1), "{started:?}");
+    let other = judge.by(Options { device: Device::Cpu, compile: false, inputs: 3, ..Options::default() });
+    drop(judge);
+    let verdict = other.open(&task).unwrap().judge(&candidate("3.0f", "a"), Effort::Final).unwrap();
+    assert_eq!(verdict.reason.as_ref().map(|r| r.code.as_str()), Some("mismatch"), "{verdict:?}");
+    assert!(!verdict.cached);
+    assert_eq!((children("kernelfleet_host"), children("kernelfleet_recorder")), started);
+    drop(other);
+    assert_eq!((children("kernelfleet_host"), children("kernelfleet_recorder")), (vec![], vec![]));
 }

@@ -8,6 +8,7 @@ processors one after another as with cargo; beside them run those that wait, whi
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -62,11 +63,15 @@ def run(programs: list[tuple[str, str]]) -> bool:
         with subprocess.Popen([path], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
             timer = Timer(LIMIT, process.kill)
             timer.start()
-            output, _ = process.communicate()
+            assert process.stdout is not None
+            output = process.stdout.read()
+            _, status, used = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
             timer.cancel()
         good &= process.returncode == 0
+        took = f"{time.monotonic() - start:.0f} s, {used.ru_utime + used.ru_stime:.0f} s of processors"
         with PRINTING:
-            print(f"     Ended {name}, {time.monotonic() - start:.0f} s, status {process.returncode}", flush=True)
+            print(f"     Ended {name}, {took}, status {process.returncode}", flush=True)
             sys.stdout.buffer.write(output)
             print(flush=True)
     return good

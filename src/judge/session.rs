@@ -672,7 +672,7 @@ impl Judge {
         Ok(forked)
     }
 
-    /// Imports what `torch.compile` needs into the host zygote, so that no host does (2 to 7 s; on the CPU device 10 s
+    /// Imports what `torch.compile` needs into the host zygote, so that no host does (2 to 7 s; on the CPU device 5 s
     /// more the first time on a machine).
     pub fn warm(&self) {
         let _turn = self.quietly();

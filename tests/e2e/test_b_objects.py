@@ -32,9 +32,10 @@ class Server:
     endpoint: str
 
     def objects(self, below: str) -> set[str]:
-        """Objects of the pool in one of its folders."""
+        """Objects of the pool in one of its folders, of which some may be going just now."""
         top = self.folder / "data" / "fleet" / "objects" / POOL
-        return {str(path.relative_to(top)) for path in (top / below).glob("**/*") if path.is_file()}
+        walked = os.walk(top / below)
+        return {str((Path(folder) / name).relative_to(top)) for folder, _, names in walked for name in names}
 
 
 @pytest.fixture(scope="module")

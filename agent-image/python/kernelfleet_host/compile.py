@@ -31,7 +31,7 @@ def warm() -> dict[str, Any]:
     """Imports what the first compile needs; for the zygote, before a fork. Nothing of a task is run.
 
     With `KERNELFLEET_COMPILER_CACHE` (the CPU device) it also finds the processor's vector instructions, which the
-    compiler tries by building programs and loading each in a Python of its own: ten seconds that every fork would spend
+    compiler tries by building programs and loading each in a Python of its own: seconds that every fork would spend
     again, and every start of a judge. What was built and could be loaded is kept in that folder.
     """
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
