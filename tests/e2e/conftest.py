@@ -247,7 +247,7 @@ def installed(images: Cluster) -> Cluster:
 
 # How fast a kernel is on a machine under test, is no matter; threads that wait leave the processors to others.
 MEASURED_BRIEFLY = [
-    {"name": "KERNELFLEET_MEASURE_SECONDS", "value": "2"},
+    {"name": "KERNELFLEET_MEASURE_SECONDS", "value": "1"},
     {"name": "OMP_WAIT_POLICY", "value": "passive"},
 ]
 
