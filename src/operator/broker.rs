@@ -26,7 +26,7 @@ const CALL: Duration = Duration::from_secs(10);
 /// Longest that the tasks of a job may take on their way.
 const PUT: Duration = Duration::from_secs(60);
 /// How long an address is believed.
-const FRESH: Duration = Duration::from_secs(20);
+const FRESH: Duration = Duration::from_secs(5);
 /// Largest message: a candidate with its verdict.
 const MOST_BYTES: usize = 32 << 20;
 

@@ -101,6 +101,7 @@ def test_a_pool_says_what_its_bucket_lacks_until_a_job_works_with_it(installed: 
         assert f"there is no Secret {POOL} in the namespace {SYSTEM}" in until("CredentialsNotFound")
         assert cluster.find("statefulset", f"{POOL}-broker", "-n", SYSTEM) is None
         cluster.apply(secret(None))
+        look()
         assert "secret-access-key" in until("CredentialsIncomplete")
         cluster.apply(secret(WRONG))
         look()
@@ -110,6 +111,7 @@ def test_a_pool_says_what_its_bucket_lacks_until_a_job_works_with_it(installed: 
         look()
         cluster.wait("the broker to know the key", 180, lambda: "no bucket fleet" in until("ObjectStoreFailing"))
         (server.folder / "data/fleet").mkdir()
+        look()
         until("NoJudges")
         cluster.kubectl("patch", "gpupool", POOL, "--type=merge", "-p", '{"spec": {"replicas": 1}}')
         until("JudgesReady", 420)
