@@ -77,6 +77,13 @@ fn a_runner_started_ahead_serves_the_next_candidate_and_a_dead_one_is_replaced()
     assert_eq!(verdict.reason.as_ref().map(|r| r.code.as_str()), Some("mismatch"), "{verdict:?}");
     assert!(!verdict.cached);
     assert_eq!((children("kernelfleet_host"), children("kernelfleet_recorder")), started);
+    // One that the system ended, for want of memory say, is started anew.
+    for pid in [started.0[0], started.1[0]] {
+        // SAFETY: a signal to a child of ours that isn't reaped before the next call.
+        assert_eq!(unsafe { libc::kill(i32::try_from(pid).unwrap(), libc::SIGKILL) }, 0);
+    }
+    let verdict = other.open(&task).unwrap().judge(&candidate("4.0f", "a"), Effort::Final).unwrap();
+    assert_eq!(verdict.reason.as_ref().map(|r| r.code.as_str()), Some("mismatch"), "{verdict:?}");
     drop(other);
     assert_eq!((children("kernelfleet_host"), children("kernelfleet_recorder")), (vec![], vec![]));
 }

@@ -129,6 +129,33 @@ impl Zygote {
         }
     }
 
+    /// Whether it is gone, as after the system took its memory, or is so in a moment: nothing can be forked from it any more.
+    fn ended(&mut self) -> bool {
+        (0..10).any(|look| {
+            std::thread::sleep(Duration::from_millis(if look == 0 { 0 } else { 20 }));
+            matches!(self.child.try_wait(), Ok(Some(_)))
+        })
+    }
+
+    /// What `fork` gives; where that fails since this zygote has ended, of the one that `again` starts in its place.
+    ///
+    /// # Errors
+    /// As `fork` and `again`.
+    pub fn forked(
+        &mut self,
+        again: impl FnOnce() -> Result<Self, Error>,
+        fork: impl Fn(&mut Self) -> Result<Forked, Error>,
+    ) -> Result<Forked, Error> {
+        match fork(self) {
+            Err(Error::Gone { timeout: false, .. }) if self.ended() => {
+                tracing::warn!(role = self.role, "has ended and is started anew");
+                *self = again()?;
+                fork(self)
+            }
+            done => done,
+        }
+    }
+
     /// # Errors
     /// When the zygote is gone or refuses.
     pub fn ask(&mut self, body: &Value, timeout: Duration) -> Result<Frame, Error> {

@@ -5,6 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -313,6 +314,8 @@ struct Zygotes {
     recorders: Mutex<Zygote>,
     /// Started when the first candidate needs a process of its own.
     processes: Mutex<Option<Processes>>,
+    /// Whether that of the hosts was warmed, and is to be again if it has to be started anew.
+    warm: AtomicBool,
 }
 
 /// Who is told what an evaluation is at, if anybody is.
@@ -490,6 +493,46 @@ pub(super) fn task_error(task: &TaskSource, error: process::Error) -> Error {
     }
 }
 
+/// The zygote of reference hosts and library helpers.
+fn start_hosts(toolchain: &Toolchain, device: Device) -> Result<Zygote, process::Error> {
+    let python_path = toolchain.agent_image.join("python");
+    let mut host_env: BTreeMap<String, String> = [
+        // Recycled memory for eager: page faults must not be what is measured.
+        ("MALLOC_MMAP_THRESHOLD_", "17179869184"),
+        ("MALLOC_TRIM_THRESHOLD_", "17179869184"),
+        ("MALLOC_TOP_PAD_", "268435456"),
+        ("PYTORCH_NVML_BASED_CUDA_CHECK", "1"),
+        ("CUDA_MODULE_LOADING", "LAZY"),
+    ]
+    .into_iter()
+    .map(|(k, v)| (k.to_owned(), v.to_owned()))
+    .collect();
+    if device == Device::Cpu {
+        host_env.insert("CUDA_VISIBLE_DEVICES".into(), String::new());
+        let kept = toolchain.cache.join("compiler").display().to_string();
+        host_env.insert("KERNELFLEET_COMPILER_CACHE".into(), kept);
+    }
+    host_env.insert("OMP_NUM_THREADS".into(), toolchain.threads.to_string());
+    if toolchain.passive {
+        host_env.insert("OMP_WAIT_POLICY".into(), "passive".into());
+    }
+    let command = python_command(&toolchain.python, "kernelfleet_host", &python_path, &host_env);
+    Zygote::start("reference host zygote", command)
+}
+
+fn warm(hosts: &mut Zygote) {
+    if let Err(error) = hosts.ask(&json!({"op": "warm"}), MINUTES) {
+        tracing::warn!(%error, "the host zygote could not be warmed");
+    }
+}
+
+fn start_recorders(toolchain: &Toolchain) -> Result<Zygote, process::Error> {
+    let env: BTreeMap<String, String> =
+        [("CUDA_VISIBLE_DEVICES".to_owned(), String::new()), ("OMP_NUM_THREADS".to_owned(), "1".to_owned())].into();
+    let python_path = toolchain.agent_image.join("python");
+    Zygote::start("recorder zygote", python_command(&toolchain.python, "kernelfleet_recorder", &python_path, &env))
+}
+
 impl Judge {
     /// Starts the zygotes (about 2 s each, at the same time).
     ///
@@ -501,41 +544,10 @@ impl Judge {
         slice.among_processes(&device);
         // On the CPU whatever works is the neighbour of another process's measurement, the start of this judge too.
         let turn = (options.device == Device::Cpu).then(|| slice.share());
-        let python_path = toolchain.agent_image.join("python");
-        let mut host_env: BTreeMap<String, String> = [
-            // Recycled memory for eager: page faults must not be what is measured.
-            ("MALLOC_MMAP_THRESHOLD_", "17179869184"),
-            ("MALLOC_TRIM_THRESHOLD_", "17179869184"),
-            ("MALLOC_TOP_PAD_", "268435456"),
-            ("PYTORCH_NVML_BASED_CUDA_CHECK", "1"),
-            ("CUDA_MODULE_LOADING", "LAZY"),
-        ]
-        .into_iter()
-        .map(|(k, v)| (k.to_owned(), v.to_owned()))
-        .collect();
-        if options.device == Device::Cpu {
-            host_env.insert("CUDA_VISIBLE_DEVICES".into(), String::new());
-            let kept = toolchain.cache.join("compiler").display().to_string();
-            host_env.insert("KERNELFLEET_COMPILER_CACHE".into(), kept);
-        }
-        host_env.insert("OMP_NUM_THREADS".into(), toolchain.threads.to_string());
-        if toolchain.passive {
-            host_env.insert("OMP_WAIT_POLICY".into(), "passive".into());
-        }
-        let recorder_env: BTreeMap<String, String> =
-            [("CUDA_VISIBLE_DEVICES".to_owned(), String::new()), ("OMP_NUM_THREADS".to_owned(), "1".to_owned())].into();
         let fault = |e: process::Error| Error::Fault(e.to_string());
         let (hosts, recorders) = std::thread::scope(|scope| {
-            let hosts = scope.spawn(|| {
-                Zygote::start(
-                    "reference host zygote",
-                    python_command(&toolchain.python, "kernelfleet_host", &python_path, &host_env),
-                )
-            });
-            let recorders = Zygote::start(
-                "recorder zygote",
-                python_command(&toolchain.python, "kernelfleet_recorder", &python_path, &recorder_env),
-            );
+            let hosts = scope.spawn(|| start_hosts(toolchain, options.device));
+            let recorders = start_recorders(toolchain);
             (hosts.join(), recorders)
         });
         let hosts = hosts.map_err(|_| Error::Fault("the thread that starts the hosts died".into()))?.map_err(fault)?;
@@ -553,6 +565,7 @@ impl Judge {
                 hosts: Mutex::new(hosts),
                 recorders: Mutex::new(recorders.map_err(fault)?),
                 processes: Mutex::new(None),
+                warm: AtomicBool::new(false),
             }),
             told: OnceLock::new(),
         }))
@@ -603,7 +616,10 @@ impl Judge {
         let confinement = confinement::recorder(&self.toolchain, scratch.path());
         confinement.own(scratch.path()).map_err(|source| process::Error::Start { role: "recorder".into(), source })?;
         let mut zygote = self.zygotes.recorders.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut forked = zygote.fork("recorder", &confinement, 1, &json!({}))?;
+        let mut forked = zygote.forked(
+            || start_recorders(&self.toolchain),
+            |zygote| zygote.fork("recorder", &confinement, 1, &json!({})),
+        )?;
         forked.scratch = Some(scratch);
         Ok(forked)
     }
@@ -622,14 +638,14 @@ impl Judge {
         let scratch = scratch().map_err(|e| fault(&e))?;
         let confinement = confinement::process(&self.toolchain, self.options.device, built, scratch.path());
         confinement.own(scratch.path()).map_err(|e| fault(&e))?;
-        let mut forked = zygote
-            .fork("candidate's process", &confinement, self.toolchain.threads, &json!({}))
-            .map_err(|e| fault(&e))?;
+        let fork =
+            |zygote: &mut Zygote| zygote.fork("candidate's process", &confinement, self.toolchain.threads, &json!({}));
+        let mut forked = zygote.forked(|| self.start_process_zygote(), fork).map_err(|e| fault(&e))?;
         forked.scratch = Some(scratch);
         Ok((forked, framework.clone(), native.clone()))
     }
 
-    fn start_processes(&self) -> Result<Processes, Error> {
+    fn start_process_zygote(&self) -> Result<Zygote, process::Error> {
         let mut env: BTreeMap<String, String> = [
             // Recycled memory, as eager has it.
             ("MALLOC_MMAP_THRESHOLD_", "17179869184".to_owned()),
@@ -646,9 +662,13 @@ impl Judge {
             env.insert("OMP_WAIT_POLICY".into(), "passive".into());
         }
         let python_path = self.toolchain.agent_image.join("python");
-        let fault = |e: process::Error| Error::Fault(e.to_string());
         let command = python_command(&self.toolchain.python, "kernelfleet_process", &python_path, &env);
-        let mut zygote = Zygote::start("zygote of candidates' processes", command).map_err(fault)?;
+        Zygote::start("zygote of candidates' processes", command)
+    }
+
+    fn start_processes(&self) -> Result<Processes, Error> {
+        let fault = |e: process::Error| Error::Fault(e.to_string());
+        let mut zygote = self.start_process_zygote().map_err(fault)?;
         let said = zygote.ask(&json!({"op": "ping"}), Duration::from_secs(60)).map_err(fault)?.body;
         let text = |key: &str| said["versions"][key].as_str().unwrap_or_default().to_owned();
         let framework = Framework {
@@ -666,8 +686,16 @@ impl Judge {
         let confinement = confinement::host(&self.toolchain, self.options.device, scratch.path());
         confinement.own(scratch.path()).map_err(|source| process::Error::Start { role: role.into(), source })?;
         let mut zygote = self.zygotes.hosts.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut forked =
-            zygote.fork(&format!("reference {role}"), &confinement, self.toolchain.threads, &json!({"role": role}))?;
+        let again = || {
+            let mut zygote = start_hosts(&self.toolchain, self.options.device)?;
+            if self.zygotes.warm.load(Ordering::Relaxed) {
+                warm(&mut zygote);
+            }
+            Ok(zygote)
+        };
+        let mut forked = zygote.forked(again, |zygote| {
+            zygote.fork(&format!("reference {role}"), &confinement, self.toolchain.threads, &json!({"role": role}))
+        })?;
         forked.scratch = Some(scratch);
         Ok(forked)
     }
@@ -676,10 +704,8 @@ impl Judge {
     /// more the first time on a machine).
     pub fn warm(&self) {
         let _turn = self.quietly();
-        let mut zygote = self.zygotes.hosts.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Err(error) = zygote.ask(&json!({"op": "warm"}), MINUTES) {
-            tracing::warn!(%error, "the host zygote could not be warmed");
-        }
+        self.zygotes.warm.store(true, Ordering::Relaxed);
+        warm(&mut self.zygotes.hosts.lock().unwrap_or_else(PoisonError::into_inner));
     }
 
     /// On the CPU a share of the device, for work that would disturb a measurement there; on a card none is needed.
