@@ -32,6 +32,7 @@ class Api:
         assert self._proxy.stdout is not None
         said = self._proxy.stdout.readline()
         if not said.startswith("Starting to serve on "):
+            self._proxy.kill()
             raise Refused(f"kubectl proxy says {said!r}")
         self._connection = http.client.HTTPConnection(said.split()[-1], timeout=60)
         self._turn = Lock()

@@ -120,9 +120,10 @@ for path in sys.stdin:
                 environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
                 pipe = subprocess.PIPE
                 command = [sys.executable, "-c", self._PROGRAM]
-                self._python = subprocess.Popen(
-                    command, stdin=pipe, stdout=pipe, stderr=self.DEVNULL, env=environment, text=True
-                )
+                with contextlib.suppress(OSError):
+                    self._python = subprocess.Popen(
+                        command, stdin=pipe, stdout=pipe, stderr=self.DEVNULL, env=environment, text=True
+                    )
 
     def check_call(self, command: list[str], **options: Any) -> int:
         """`subprocess.check_call`; raises `CalledProcessError` where the library can't be loaded."""
