@@ -493,31 +493,36 @@ pub(super) fn task_error(task: &TaskSource, error: process::Error) -> Error {
     }
 }
 
+/// What PyTorch is told in the zygotes of hosts and of candidates' processes: what is measured in either has the same.
+fn framework_environment(toolchain: &Toolchain) -> BTreeMap<String, String> {
+    let mut env: BTreeMap<String, String> = [
+        // Recycled memory, for eager as for a candidate: page faults must not be what is measured.
+        ("MALLOC_MMAP_THRESHOLD_", "17179869184".to_owned()),
+        ("MALLOC_TRIM_THRESHOLD_", "17179869184".to_owned()),
+        ("MALLOC_TOP_PAD_", "268435456".to_owned()),
+        ("PYTORCH_NVML_BASED_CUDA_CHECK", "1".to_owned()),
+        ("CUDA_MODULE_LOADING", "LAZY".to_owned()),
+        ("OMP_NUM_THREADS", toolchain.threads.to_string()),
+    ]
+    .into_iter()
+    .map(|(k, v)| (k.to_owned(), v))
+    .collect();
+    if toolchain.passive {
+        env.insert("OMP_WAIT_POLICY".into(), "passive".into());
+    }
+    env
+}
+
 /// The zygote of reference hosts and library helpers.
 fn start_hosts(toolchain: &Toolchain, device: Device) -> Result<Zygote, process::Error> {
     let python_path = toolchain.agent_image.join("python");
-    let mut host_env: BTreeMap<String, String> = [
-        // Recycled memory for eager: page faults must not be what is measured.
-        ("MALLOC_MMAP_THRESHOLD_", "17179869184"),
-        ("MALLOC_TRIM_THRESHOLD_", "17179869184"),
-        ("MALLOC_TOP_PAD_", "268435456"),
-        ("PYTORCH_NVML_BASED_CUDA_CHECK", "1"),
-        ("CUDA_MODULE_LOADING", "LAZY"),
-    ]
-    .into_iter()
-    .map(|(k, v)| (k.to_owned(), v.to_owned()))
-    .collect();
+    let mut env = framework_environment(toolchain);
     if device == Device::Cpu {
-        host_env.insert("CUDA_VISIBLE_DEVICES".into(), String::new());
+        env.insert("CUDA_VISIBLE_DEVICES".into(), String::new());
         let kept = toolchain.cache.join("compiler").display().to_string();
-        host_env.insert("KERNELFLEET_COMPILER_CACHE".into(), kept);
+        env.insert("KERNELFLEET_COMPILER_CACHE".into(), kept);
     }
-    host_env.insert("OMP_NUM_THREADS".into(), toolchain.threads.to_string());
-    if toolchain.passive {
-        host_env.insert("OMP_WAIT_POLICY".into(), "passive".into());
-    }
-    let command = python_command(&toolchain.python, "kernelfleet_host", &python_path, &host_env);
-    Zygote::start("reference host zygote", command)
+    Zygote::start("reference host zygote", python_command(&toolchain.python, "kernelfleet_host", &python_path, &env))
 }
 
 fn warm(hosts: &mut Zygote) {
@@ -538,8 +543,7 @@ impl Judge {
     ///
     /// # Errors
     /// `Request` when the device asked for is not here, `Fault` when a zygote does not start.
-    pub fn start(toolchain: &Toolchain, mut options: Options, slice: Arc<Slice>) -> Result<Arc<Self>, Error> {
-        options.measure_seconds = options.measure_seconds.or(toolchain.measure.map(|d| d.as_secs_f64()));
+    pub fn start(toolchain: &Toolchain, options: Options, slice: Arc<Slice>) -> Result<Arc<Self>, Error> {
         let device = device::Facts::find(toolchain, options.device)?;
         slice.among_processes(&device);
         // On the CPU whatever works is the neighbour of another process's measurement, the start of this judge too.
@@ -552,7 +556,34 @@ impl Judge {
         });
         let hosts = hosts.map_err(|_| Error::Fault("the thread that starts the hosts died".into()))?.map_err(fault)?;
         drop(turn);
-        Ok(Arc::new(Self {
+        let zygotes = Zygotes {
+            hosts: Mutex::new(hosts),
+            recorders: Mutex::new(recorders.map_err(fault)?),
+            processes: Mutex::new(None),
+            warm: AtomicBool::new(false),
+        };
+        let version = evaluate::remember::version(toolchain);
+        Ok(Self::of(toolchain, options, slice, device, version, Arc::new(zygotes)))
+    }
+
+    /// A judge on this one's device, with its processes and whatever these are warmed for, that judges by other choices.
+    #[must_use]
+    pub fn by(&self, mut options: Options) -> Arc<Self> {
+        options.device = self.options.device;
+        let (slice, zygotes) = (Arc::clone(&self.slice), Arc::clone(&self.zygotes));
+        Self::of(&self.toolchain, options, slice, self.device.clone(), self.version.clone(), zygotes)
+    }
+
+    fn of(
+        toolchain: &Toolchain,
+        mut options: Options,
+        slice: Arc<Slice>,
+        device: device::Facts,
+        version: String,
+        zygotes: Arc<Zygotes>,
+    ) -> Arc<Self> {
+        options.measure_seconds = options.measure_seconds.or(toolchain.measure.map(|d| d.as_secs_f64()));
+        Arc::new(Self {
             memory: Arc::clone(&slice.memory),
             builder: Builder::new(toolchain, &toolchain.cache.join("builds")),
             cache: Cache::new(&toolchain.cache),
@@ -560,32 +591,8 @@ impl Judge {
             options,
             slice,
             device,
-            version: evaluate::remember::version(toolchain),
-            zygotes: Arc::new(Zygotes {
-                hosts: Mutex::new(hosts),
-                recorders: Mutex::new(recorders.map_err(fault)?),
-                processes: Mutex::new(None),
-                warm: AtomicBool::new(false),
-            }),
-            told: OnceLock::new(),
-        }))
-    }
-
-    /// A judge on this one's device, with its processes and whatever these are warmed for, that judges by other choices.
-    #[must_use]
-    pub fn by(&self, mut options: Options) -> Arc<Self> {
-        options.device = self.options.device;
-        options.measure_seconds = options.measure_seconds.or(self.toolchain.measure.map(|d| d.as_secs_f64()));
-        Arc::new(Self {
-            memory: Arc::clone(&self.memory),
-            builder: Builder::new(&self.toolchain, &self.toolchain.cache.join("builds")),
-            cache: Cache::new(&self.toolchain.cache),
-            toolchain: self.toolchain.clone(),
-            options,
-            slice: Arc::clone(&self.slice),
-            device: self.device.clone(),
-            version: self.version.clone(),
-            zygotes: Arc::clone(&self.zygotes),
+            version,
+            zygotes,
             told: OnceLock::new(),
         })
     }
@@ -646,21 +653,7 @@ impl Judge {
     }
 
     fn start_process_zygote(&self) -> Result<Zygote, process::Error> {
-        let mut env: BTreeMap<String, String> = [
-            // Recycled memory, as eager has it.
-            ("MALLOC_MMAP_THRESHOLD_", "17179869184".to_owned()),
-            ("MALLOC_TRIM_THRESHOLD_", "17179869184".to_owned()),
-            ("MALLOC_TOP_PAD_", "268435456".to_owned()),
-            ("PYTORCH_NVML_BASED_CUDA_CHECK", "1".to_owned()),
-            ("CUDA_MODULE_LOADING", "LAZY".to_owned()),
-            ("OMP_NUM_THREADS", self.toolchain.threads.to_string()),
-        ]
-        .into_iter()
-        .map(|(k, v)| (k.to_owned(), v))
-        .collect();
-        if self.toolchain.passive {
-            env.insert("OMP_WAIT_POLICY".into(), "passive".into());
-        }
+        let env = framework_environment(&self.toolchain);
         let python_path = self.toolchain.agent_image.join("python");
         let command = python_command(&self.toolchain.python, "kernelfleet_process", &python_path, &env);
         Zygote::start("zygote of candidates' processes", command)

@@ -38,7 +38,7 @@ const AGAIN: Duration = Duration::from_millis(500);
 const LAST_CALL: Duration = Duration::from_secs(3);
 /// How often leases are looked at.
 const LOOK: Duration = Duration::from_millis(100);
-/// Judges of other choices (precision, tolerance, ..) that are kept.
+/// Judges that are kept, each of its own choices (precision, tolerance, ..).
 const JUDGES: usize = 16;
 
 /// What a judge pod is given.
@@ -83,7 +83,7 @@ struct Worker {
     broker: Arc<Broker>,
     leases: Arc<Leases>,
     slice: Arc<Slice>,
-    /// By the usual choices; the others fork from its processes, which outlive every lease.
+    /// By the usual choices: from its processes, which outlive every lease, all judges fork.
     first: Arc<Judge>,
     judges: Mutex<VecDeque<(String, Arc<Judge>)>>,
     kept: Mutex<VecDeque<Kept>>,
@@ -115,16 +115,15 @@ pub fn main(arguments: Arguments, environment: Environment, stop: &'static Atomi
         asked: AtomicU64::new(0),
         stop,
     }));
-    let usual = job::Judge::default();
-    let judge = Judge::start(&environment.toolchain, court::options(&usual, arguments.device), Arc::clone(&slice))
-        .map_err(|e| setup(&e))?;
+    let options = court::options(&job::Judge::default(), arguments.device);
+    let judge = Judge::start(&environment.toolchain, options, Arc::clone(&slice)).map_err(|e| setup(&e))?;
     if !warmed(&judge, stop) {
         // Told to end before anything was asked of it.
         return Ok(());
     }
     let card = card::Card::of(judge.facts(), arguments.card.as_deref());
     let worker = Arc::new(Worker {
-        judges: Mutex::new([(key(&usual), Arc::clone(&judge))].into()),
+        judges: Mutex::default(),
         first: judge,
         kept: Mutex::default(),
         session: AtomicU64::new(0),
@@ -144,8 +143,7 @@ pub fn main(arguments: Arguments, environment: Environment, stop: &'static Atomi
     Ok(())
 }
 
-/// Warms a judge; no, if `stop` is set before it is through: then nobody waits for it any more. Its processes were started by
-/// the caller's thread, with which they would end.
+/// Warms a judge; no, if `stop` is set before it is through: then nobody waits for it any more.
 fn warmed(judge: &Arc<Judge>, stop: &AtomicBool) -> bool {
     let warming = {
         let judge = Arc::clone(judge);

@@ -109,7 +109,7 @@ def test_broken_tasks_are_named_within_a_second_and_a_correction_recovers(space:
     began = time.monotonic()
     space.apply(space.job("broken", tasks={"inline": [{"name": "bad", "source": "def ("}]}))
     found = space.until("broken", "Validated", "False", "TasksInvalid")
-    # With the time that kubectl takes to look.
+    # With the time between two looks.
     assert time.monotonic() - began < 3
     assert "bad: line 1: syntax error" in space.message(found, "Validated")
     assert space.find("job", "broken") is None

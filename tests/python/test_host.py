@@ -630,18 +630,30 @@ def test_instructions_that_a_program_was_loaded_with_once_are_not_tried_again_an
     assert tried == ["good", "bad", "bad", "good"]
 
 
-def test_a_library_is_loaded_by_a_fork_of_one_python_and_any_other_command_is_run(tmp_path: Path) -> None:
+def test_a_library_is_loaded_by_a_fork_of_one_python_and_any_other_command_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor.cpu_vec_isa import VecISA
+
     good, bad = Path(torch.__file__).parent / "lib/libtorch_python.so", tmp_path / "none.so"
     bad.write_text("no library")
 
     def load(path: Path) -> list[str]:
-        return [sys.executable, "-c", f'import torch\nfrom ctypes import cdll\ncdll.LoadLibrary("{path}")\n']
+        return [sys.executable, "-c", VecISA._avx_py_load.replace("__lib_path__", str(path))]
 
+    run, ran = subprocess.check_call, []
+
+    def check_call(command: list[str], **options: Any) -> int:
+        ran.append(command)
+        return run(command, **options)
+
+    monkeypatch.setattr(subprocess, "check_call", check_call)
     with _Loads() as loads:
         loads.begin()
         assert loads.check_call(load(good), stderr=loads.DEVNULL) == 0
         with pytest.raises(subprocess.CalledProcessError):
             loads.check_call(load(bad), stderr=loads.DEVNULL)
+        assert ran == [], "a Python was started for a library"
         assert loads.check_call(["true"]) == 0
         with pytest.raises(subprocess.CalledProcessError):
             loads.check_call(["false"])
@@ -650,6 +662,7 @@ def test_a_library_is_loaded_by_a_fork_of_one_python_and_any_other_command_is_ru
         loads._python.kill()
         loads._python.wait()
         assert loads.check_call(load(good), stderr=loads.DEVNULL) == 0
+        assert ran == [["true"], ["false"], load(good)]
 
 
 def test_outputs_in_an_input_are_read_there_and_workspaces_are_poisoned(host: Host) -> None:

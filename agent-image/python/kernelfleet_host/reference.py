@@ -69,10 +69,12 @@ class Own:
         """It stays whose it is."""
 
 
+_PRODUCTS = {"convolution", "mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "_cdist_forward"}
+
+
 def multiplies(operators: Iterable[str]) -> bool:
     """Whether one of the operators (`aten.mm`) is a product or a convolution, or a recurrent layer, which is seen as products."""
-    words = ("conv", "mm", "mv", "dot", "matmul", "linear", "attention", "rnn", "lstm", "gru")
-    return any(word in name for name in operators for word in words)
+    return any(name.removeprefix("aten.") in _PRODUCTS for name in operators)
 
 
 @dataclass
