@@ -117,6 +117,7 @@ def test_zeros_on_plain_inputs_alone_are_no_reason_to_refuse_though_there_is_no_
             ["aten.native_layer_norm", "aten.logsumexp", "aten.sum", "aten.permute", "aten.cumsum", "aten.minimum"],
             False,
         ),
+        (["aten.lgamma", "aten.digamma", "aten.cummax", "aten.upsample_bilinear2d"], False),
     ],
 )
 def test_what_a_library_may_multiply_in_fewer_bits_is_known_by_its_operators(operators: list[str], so: bool) -> None:
