@@ -6,12 +6,17 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use kernelfleet::judge::{Candidate, Device, Effort, Judge, Options, Slice, TaskSource};
+use kernelfleet::judge::{Candidate, Device, Effort, Error, Judge, Options, Slice, TaskSource};
 use kernelfleet::local::environment;
 
 /// Children of this process that were started with `word`.
 fn children(word: &str) -> Vec<u32> {
-    let own = std::process::id().to_string();
+    below(std::process::id(), word)
+}
+
+/// Children of a process that show `word` as their command.
+fn below(own: u32, word: &str) -> Vec<u32> {
+    let own = own.to_string();
     let numbers = fs::read_dir("/proc").unwrap().filter_map(|e| e.unwrap().file_name().to_str()?.parse().ok());
     numbers
         .filter(|pid: &u32| {
@@ -21,6 +26,11 @@ fn children(word: &str) -> Vec<u32> {
             parent == Some(own.as_str()) && read("cmdline").contains(word)
         })
         .collect()
+}
+
+fn kill(pid: u32) {
+    // SAFETY: a signal to a process of this test, which the test's own judge hasn't waited for.
+    assert_eq!(unsafe { libc::kill(i32::try_from(pid).unwrap(), libc::SIGKILL) }, 0);
 }
 
 fn runners() -> Vec<u32> {
@@ -60,8 +70,7 @@ fn a_runner_started_ahead_serves_the_next_candidate_and_a_dead_one_is_replaced()
     assert_eq!(judged("0.0f", "c"), (true, waiting.clone()), "there is one at most");
     assert_eq!(judged("1.0f", "a"), (false, vec![]), "the one that waited served");
     let (_, waiting) = judged("1.0f", "b");
-    // SAFETY: a signal to a child of ours that isn't reaped before the next call.
-    assert_eq!(unsafe { libc::kill(i32::try_from(waiting[0]).unwrap(), libc::SIGKILL) }, 0);
+    kill(waiting[0]);
     assert_eq!(judged("2.0f", "a"), (false, vec![]));
     let (cached, waiting) = judged("2.0f", "b");
     assert!(cached && waiting.len() == 1, "{waiting:?}");
@@ -77,11 +86,22 @@ fn a_runner_started_ahead_serves_the_next_candidate_and_a_dead_one_is_replaced()
     assert_eq!(verdict.reason.as_ref().map(|r| r.code.as_str()), Some("mismatch"), "{verdict:?}");
     assert!(!verdict.cached);
     assert_eq!((children("kernelfleet_host"), children("kernelfleet_recorder")), started);
-    // One that the system ended, for want of memory say, is started anew.
+    // One that the system ended, for want of memory say, is started anew. What was open in it ends with it, which isn't the task's
+    // fault, as it would be if its own host had crashed.
+    let (mut taken, mut crashed) = (other.open(&task).unwrap(), other.open(&task).unwrap());
+    assert!(taken.alive() && crashed.alive());
+    let hosts = below(started.0[0], "");
+    assert_eq!(hosts.len(), 2, "{hosts:?}");
+    kill(*hosts.iter().max().unwrap());
+    assert!(crashed.judge(&candidate("5.0f", "a"), Effort::Final).is_err_and(|e| matches!(e, Error::Request { .. })));
+    assert!(!crashed.alive() && taken.alive());
     for pid in [started.0[0], started.1[0]] {
-        // SAFETY: a signal to a child of ours that isn't reaped before the next call.
-        assert_eq!(unsafe { libc::kill(i32::try_from(pid).unwrap(), libc::SIGKILL) }, 0);
+        kill(pid);
     }
+    let error = taken.judge(&candidate("5.0f", "a"), Effort::Final).unwrap_err();
+    assert!(matches!(&error, Error::Fault(what) if what.contains("forked from")), "{error}");
+    assert!(!taken.alive());
+    drop((taken, crashed));
     let verdict = other.open(&task).unwrap().judge(&candidate("4.0f", "a"), Effort::Final).unwrap();
     assert_eq!(verdict.reason.as_ref().map(|r| r.code.as_str()), Some("mismatch"), "{verdict:?}");
     drop(other);

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryFile
 from threading import Lock, Timer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -60,19 +62,24 @@ def run(programs: list[tuple[str, str]]) -> bool:
         with PRINTING:
             print(f"     Running {name}", flush=True)
         start = time.monotonic()
-        with subprocess.Popen([path], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
-            timer = Timer(LIMIT, process.kill)
+        # No pipe: whatever a program leaves behind would hold its end.
+        with TemporaryFile() as output:
+            process = subprocess.Popen([path], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+            # Not Popen.kill, which waits for it where it has ended.
+            timer = Timer(LIMIT, os.kill, (process.pid, signal.SIGKILL))
             timer.start()
-            assert process.stdout is not None
-            output = process.stdout.read()
-            _, status, used = os.wait4(process.pid, 0)
+            try:
+                _, status, used = os.wait4(process.pid, 0)
+            finally:
+                timer.cancel()
             process.returncode = os.waitstatus_to_exitcode(status)
-            timer.cancel()
+            output.seek(0)
+            said = output.read()
         good &= process.returncode == 0
         took = f"{time.monotonic() - start:.0f} s, {used.ru_utime + used.ru_stime:.0f} s of processors"
         with PRINTING:
             print(f"     Ended {name}, {took}, status {process.returncode}", flush=True)
-            sys.stdout.buffer.write(output)
+            sys.stdout.buffer.write(said)
             print(flush=True)
     return good
 

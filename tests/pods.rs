@@ -108,6 +108,10 @@ fn judged_here(house: &House, files: &std::collections::BTreeMap<String, String>
     serde_json::from_slice(&output.stdout).unwrap()
 }
 
+fn command(pid: i32) -> String {
+    std::fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default()
+}
+
 fn gone(pid: i32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with('Z'))
@@ -145,6 +149,23 @@ fn episodes_in_pods_end_as_on_one_machine_whichever_part_is_killed_meanwhile() {
     first.signal("TERM");
     assert_eq!(first.ended().code(), Some(143));
     let mut second = house.agent("job", 1, "pod-1-again", &[], None);
+
+    // The process that the judge's hosts are forked from is killed in the middle of an evaluation, as for want of memory: another
+    // takes its place, and nobody is told anything of the candidate.
+    // Those that run, the zygote first.
+    let hosts = || {
+        let mut found: Vec<i32> =
+            judge.below().into_iter().filter(|pid| command(*pid).contains("kernelfleet_host") && !gone(*pid)).collect();
+        found.sort_unstable();
+        found
+    };
+    until("an evaluation runs", || (house.pool().leased > 0 && hosts().len() > 1).then_some(()));
+    let before = hosts();
+    assert!(Command::new("kill").args(["-KILL", &before[0].to_string()]).status().unwrap().success());
+    until("a host is forked from another one", || {
+        let now = hosts();
+        (now.len() > 1 && now.iter().all(|pid| !before.contains(pid))).then_some(())
+    });
 
     // The judge is killed in the middle of an evaluation: nothing of it stays, and another judge takes it over.
     until("an evaluation runs", || (house.pool().leased > 0 && judge.below().len() > 2).then_some(()));
@@ -335,7 +356,7 @@ fn models_and_recordings_write_kernels_in_a_pods_sandbox_and_get_at_nothing_else
 #[test]
 fn a_lease_that_is_over_takes_its_processes_along_and_says_nothing_of_anybody() {
     let _alone = alone();
-    let house = House::with(&["--lease-seconds", "0.5"]);
+    let house = House::with(&["--lease-seconds", "0.2"]);
     let mut judge = house.judge("judge-1");
     until("a judge registers", || (house.pool().judges == 1).then_some(()));
     let idle = judge.below();

@@ -5,9 +5,10 @@
 
 use std::collections::BTreeMap;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
@@ -36,6 +37,9 @@ pub enum Error {
     Refused(#[from] Refused),
     #[error("the {role} {what}")]
     Gone { role: String, what: String, timeout: bool },
+    /// It ended since its zygote did, which says nothing of what it was at.
+    #[error("the {role} ended with the process that it was forked from")]
+    Orphaned { role: String },
     #[error("the {role} can't be started: {source}")]
     Start { role: String, source: io::Error },
 }
@@ -47,7 +51,7 @@ impl Error {
         match self {
             Self::Refused(r) => &r.code,
             Self::Gone { timeout: true, .. } => "timeout",
-            Self::Gone { .. } | Self::Start { .. } => "gone",
+            Self::Gone { .. } | Self::Orphaned { .. } | Self::Start { .. } => "gone",
         }
     }
 }
@@ -58,6 +62,32 @@ pub struct Zygote {
     role: String,
     channel: Channel,
     child: Child,
+    life: Arc<Life>,
+}
+
+/// Whether a process has ended, as it can be seen after somebody has waited for it and its number is another's.
+#[derive(Debug)]
+struct Life(Option<OwnedFd>);
+
+impl Life {
+    fn of(child: &Child) -> Self {
+        // SAFETY: a system call on plain numbers that gives a descriptor of ours alone, or -1; the child isn't reaped before
+        // `child` is used again.
+        let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, child.id(), 0) };
+        let fd = RawFd::try_from(fd).ok().filter(|fd| *fd >= 0);
+        // SAFETY: as above.
+        Self(fd.map(|fd| unsafe { OwnedFd::from_raw_fd(fd) }))
+    }
+
+    /// Whether it has, or does within `wait`. Never where the kernel has no descriptors of processes.
+    fn ended(&self, wait: Duration) -> bool {
+        let millis = i32::try_from(wait.as_millis()).unwrap_or(i32::MAX);
+        self.0.as_ref().is_some_and(|fd| {
+            let mut poll = libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+            // SAFETY: `poll` is one valid pollfd for the length given.
+            unsafe { libc::poll(&raw mut poll, 1, millis) > 0 }
+        })
+    }
 }
 
 /// Sends a request and takes `ok` apart.
@@ -107,7 +137,8 @@ impl Zygote {
         let mut child = command.spawn().map_err(start)?;
         drop(command);
         let stderr = child.stderr.take();
-        let mut zygote = Self { role: role.to_owned(), channel, child };
+        let life = Arc::new(Life::of(&child));
+        let mut zygote = Self { role: role.to_owned(), channel, child, life };
         match ask(role, &mut zygote.channel, &json!({"op": "ping"}), &[], Duration::from_secs(120)) {
             Ok(_) => {
                 if let Some(pipe) = stderr {
@@ -130,11 +161,8 @@ impl Zygote {
     }
 
     /// Whether it is gone, as after the system took its memory, or is so in a moment: nothing can be forked from it any more.
-    fn ended(&mut self) -> bool {
-        (0..10).any(|look| {
-            std::thread::sleep(Duration::from_millis(if look == 0 { 0 } else { 20 }));
-            matches!(self.child.try_wait(), Ok(Some(_)))
-        })
+    pub fn ended(&mut self) -> bool {
+        self.life.ended(Duration::from_millis(200)) || matches!(self.child.try_wait(), Ok(Some(_)))
     }
 
     /// What `fork` gives; where that fails since this zygote has ended, of the one that `again` starts in its place.
@@ -147,7 +175,7 @@ impl Zygote {
         fork: impl Fn(&mut Self) -> Result<Forked, Error>,
     ) -> Result<Forked, Error> {
         match fork(self) {
-            Err(Error::Gone { timeout: false, .. }) if self.ended() => {
+            Err(Error::Gone { .. } | Error::Orphaned { .. }) if self.ended() => {
                 tracing::warn!(role = self.role, "has ended and is started anew");
                 *self = again()?;
                 fork(self)
@@ -157,9 +185,18 @@ impl Zygote {
     }
 
     /// # Errors
-    /// When the zygote is gone or refuses.
+    /// When the zygote is gone or refuses. One that is late is ended, with its children: whoever asked next would get the answer
+    /// to this.
     pub fn ask(&mut self, body: &Value, timeout: Duration) -> Result<Frame, Error> {
-        ask(&self.role, &mut self.channel, body, &[], timeout)
+        self.ask_with(body, &[], timeout)
+    }
+
+    fn ask_with(&mut self, body: &Value, fds: &[BorrowedFd<'_>], timeout: Duration) -> Result<Frame, Error> {
+        let asked = ask(&self.role, &mut self.channel, body, fds, timeout);
+        if matches!(asked, Err(Error::Gone { .. })) {
+            let _ = self.child.kill();
+        }
+        asked
     }
 
     /// Forks a child under `confinement`, with more keys of the request in `extra` (`role`).
@@ -179,7 +216,7 @@ impl Zygote {
         if let (Some(body), Some(extra)) = (body.as_object_mut(), extra.as_object()) {
             body.extend(extra.clone());
         }
-        let frame = ask(&self.role, &mut self.channel, &body, &[theirs.as_fd()], Duration::from_secs(60))?;
+        let frame = self.ask_with(&body, &[theirs.as_fd()], Duration::from_secs(60))?;
         drop(theirs);
         let pid = i32::try_from(frame.body["pid"].as_i64().unwrap_or(0)).unwrap_or(0);
         if pid <= 1 {
@@ -195,6 +232,7 @@ impl Zygote {
             pid,
             user: confinement.user,
             member: Leash::join(pid, confinement.user.map(|u| u.0)),
+            life: Arc::clone(&self.life),
             isolation: Vec::new(),
             scratch: None,
         };
@@ -219,6 +257,8 @@ pub struct Forked {
     pub pid: i32,
     user: Option<(u32, u32)>,
     member: Member,
+    /// Its zygote's.
+    life: Arc<Life>,
     pub isolation: Vec<String>,
     /// Its working folder, removed after it.
     pub scratch: Option<tempfile::TempDir>,
@@ -228,9 +268,36 @@ impl Forked {
     /// Sends a request with descriptors and waits for the reply.
     ///
     /// # Errors
-    /// `Refused` with the child's words; `Gone` when it ended or is late.
+    /// `Refused` with the child's words; `Gone` when it ended or is late, `Orphaned` when its zygote has ended.
     pub fn ask(&mut self, body: &Value, fds: &[BorrowedFd<'_>], timeout: Duration) -> Result<Frame, Error> {
-        ask(&self.role, &mut self.channel, body, fds, timeout)
+        ask(&self.role, &mut self.channel, body, fds, timeout).map_err(|e| self.seen(e))
+    }
+
+    /// A zygote takes its children along: that they end then is nobody's doing but the machine's.
+    fn seen(&self, error: Error) -> Error {
+        match error {
+            Error::Gone { timeout: false, .. } if self.life.ended(Duration::from_millis(20)) => {
+                Error::Orphaned { role: self.role.clone() }
+            }
+            error => error,
+        }
+    }
+
+    /// Whether it can be asked anything: it has not ended, and neither has its zygote.
+    #[must_use]
+    pub fn alive(&self) -> bool {
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.pid)).unwrap_or_default();
+        let runs = stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']));
+        runs && self.peeked() != Some(0) && !self.life.ended(Duration::ZERO)
+    }
+
+    /// How much lies in its socket, at most one byte; none where nothing does, 0 where it has closed its end.
+    fn peeked(&self) -> Option<isize> {
+        let mut byte = 0u8;
+        // SAFETY: `byte` is valid for one byte; nothing is taken from the socket.
+        let got =
+            unsafe { libc::recv(self.channel.raw(), (&raw mut byte).cast(), 1, libc::MSG_PEEK | libc::MSG_DONTWAIT) };
+        (got >= 0).then_some(got)
     }
 
     /// Whether its answers are looked for without sleep at first: for what is on a clock.
@@ -245,13 +312,13 @@ impl Forked {
     /// As `ask`; `Gone` as late where a thread can't be stopped.
     pub fn clocked(&mut self, body: &Value, timeout: Duration) -> Result<(Frame, f64), Error> {
         let op = body["op"].as_str().unwrap_or("?");
-        self.channel.send(body, &[]).map_err(|e| gone(&self.role, op, &e))?;
+        self.channel.send(body, &[]).map_err(|e| self.seen(gone(&self.role, op, &e)))?;
         let start = Instant::now();
         self.thaw();
         let received = self.channel.receive(Some(timeout));
         let still = self.stand_still(Duration::from_secs(10));
         let microseconds = start.elapsed().as_secs_f64() * 1e6;
-        let frame = received.map_err(|e| gone(&self.role, op, &e))?;
+        let frame = received.map_err(|e| self.seen(gone(&self.role, op, &e)))?;
         if !still {
             return Err(gone(&self.role, op, &wire::Error::Timeout(10.0)));
         }
@@ -279,11 +346,7 @@ impl Forked {
     /// Whether nothing lies in its socket that nobody asked for.
     #[must_use]
     pub fn silent(&self) -> bool {
-        let mut byte = 0u8;
-        // SAFETY: `byte` is valid for one byte; nothing is taken from the socket.
-        let got =
-            unsafe { libc::recv(self.channel.raw(), (&raw mut byte).cast(), 1, libc::MSG_PEEK | libc::MSG_DONTWAIT) };
-        got <= 0
+        self.peeked() != Some(1)
     }
 
     /// The end of what it wrote to the file `stderr` of its folder, on one line; nothing where there is none. It is hostile.

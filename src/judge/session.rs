@@ -3,6 +3,7 @@
 //! Knows who is asked for what and in which order a task is opened. How one candidate is evaluated is in
 //! `evaluate`; what the answers mean is in the contract.
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -318,6 +319,18 @@ struct Zygotes {
     warm: AtomicBool,
 }
 
+impl Zygotes {
+    fn warm(&self) {
+        let mut hosts = self.hosts.lock().unwrap_or_else(PoisonError::into_inner);
+        let warmed = hosts.ask(&json!({"op": "warm"}), MINUTES);
+        if let Err(error) = &warmed {
+            tracing::warn!(%error, "the host zygote could not be warmed");
+        }
+        // One that ends of it isn't warmed again: whatever is open in a host ends with it.
+        self.warm.store(warmed.is_ok(), Ordering::Relaxed);
+    }
+}
+
 /// Who is told what an evaluation is at, if anybody is.
 #[derive(Clone, Default)]
 pub(super) struct Phases(Option<Arc<dyn Fn(&str) + Send + Sync>>);
@@ -525,12 +538,6 @@ fn start_hosts(toolchain: &Toolchain, device: Device) -> Result<Zygote, process:
     Zygote::start("reference host zygote", python_command(&toolchain.python, "kernelfleet_host", &python_path, &env))
 }
 
-fn warm(hosts: &mut Zygote) {
-    if let Err(error) = hosts.ask(&json!({"op": "warm"}), MINUTES) {
-        tracing::warn!(%error, "the host zygote could not be warmed");
-    }
-}
-
 fn start_recorders(toolchain: &Toolchain) -> Result<Zygote, process::Error> {
     let env: BTreeMap<String, String> =
         [("CUDA_VISIBLE_DEVICES".to_owned(), String::new()), ("OMP_NUM_THREADS".to_owned(), "1".to_owned())].into();
@@ -547,7 +554,7 @@ impl Judge {
         let device = device::Facts::find(toolchain, options.device)?;
         slice.among_processes(&device);
         // On the CPU whatever works is the neighbour of another process's measurement, the start of this judge too.
-        let turn = (options.device == Device::Cpu).then(|| slice.share());
+        let turn = quietly(&slice, options.device);
         let fault = |e: process::Error| Error::Fault(e.to_string());
         let (hosts, recorders) = std::thread::scope(|scope| {
             let hosts = scope.spawn(|| start_hosts(toolchain, options.device));
@@ -678,17 +685,25 @@ impl Judge {
         let scratch = scratch().map_err(|source| process::Error::Start { role: role.into(), source })?;
         let confinement = confinement::host(&self.toolchain, self.options.device, scratch.path());
         confinement.own(scratch.path()).map_err(|source| process::Error::Start { role: role.into(), source })?;
-        let mut zygote = self.zygotes.hosts.lock().unwrap_or_else(PoisonError::into_inner);
+        let anew = Cell::new(false);
         let again = || {
-            let mut zygote = start_hosts(&self.toolchain, self.options.device)?;
-            if self.zygotes.warm.load(Ordering::Relaxed) {
-                warm(&mut zygote);
-            }
-            Ok(zygote)
+            anew.set(true);
+            start_hosts(&self.toolchain, self.options.device)
         };
-        let mut forked = zygote.forked(again, |zygote| {
+        let mut zygote = self.zygotes.hosts.lock().unwrap_or_else(PoisonError::into_inner);
+        let forked = zygote.forked(again, |zygote| {
             zygote.fork(&format!("reference {role}"), &confinement, self.toolchain.threads, &json!({"role": role}))
-        })?;
+        });
+        drop(zygote);
+        if anew.get() && self.zygotes.warm.load(Ordering::Relaxed) {
+            // The host that was asked for is there: whoever asks for the next one waits, if anybody.
+            let (zygotes, slice, device) = (Arc::clone(&self.zygotes), Arc::clone(&self.slice), self.options.device);
+            std::thread::spawn(move || {
+                let _turn = quietly(&slice, device);
+                zygotes.warm();
+            });
+        }
+        let mut forked = forked?;
         forked.scratch = Some(scratch);
         Ok(forked)
     }
@@ -697,13 +712,12 @@ impl Judge {
     /// more the first time on a machine).
     pub fn warm(&self) {
         let _turn = self.quietly();
-        self.zygotes.warm.store(true, Ordering::Relaxed);
-        warm(&mut self.zygotes.hosts.lock().unwrap_or_else(PoisonError::into_inner));
+        self.zygotes.warm();
     }
 
     /// On the CPU a share of the device, for work that would disturb a measurement there; on a card none is needed.
     pub(super) fn quietly(&self) -> Option<Held<'_>> {
-        (self.options.device == Device::Cpu).then(|| self.slice.share())
+        quietly(&self.slice, self.options.device)
     }
 
     /// Opens a task in a reference host of its own.
@@ -795,6 +809,11 @@ impl Judge {
     }
 }
 
+/// As `Judge::quietly`.
+fn quietly(slice: &Slice, device: Device) -> Option<Held<'_>> {
+    (device == Device::Cpu).then(|| slice.share())
+}
+
 fn scratch() -> std::io::Result<tempfile::TempDir> {
     tempfile::Builder::new().prefix("kernelfleet-").tempdir()
 }
@@ -808,6 +827,12 @@ pub(super) fn secret_seed() -> Result<u64, Error> {
 }
 
 impl Session {
+    /// Whether its reference host can be asked anything.
+    #[must_use]
+    pub fn alive(&self) -> bool {
+        self.host.alive()
+    }
+
     /// What `kernelfleet_ext.properties()` says of the device.
     #[must_use]
     pub fn properties(&self) -> &serde_json::Value {

@@ -81,6 +81,14 @@ const CHECK_SECONDS: f64 = 8.0;
 #[derive(Debug)]
 pub struct Open(judge::Session);
 
+impl Open {
+    /// Whether its reference host can be asked anything: what has crashed stays so.
+    #[must_use]
+    pub fn alive(&self) -> bool {
+        self.0.alive()
+    }
+}
+
 impl Bench for Open {
     fn check(&mut self) -> Result<Vec<String>, Trouble> {
         let answer = self.0.check(CHECK_SECONDS)?;

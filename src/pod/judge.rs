@@ -302,7 +302,7 @@ impl Worker {
             let request = PullRequest {
                 session,
                 wait_seconds: PULL.as_secs_f64(),
-                warm: lock(&self.kept).iter().map(|kept| kept.task.clone()).collect(),
+                warm: self.warm(),
                 unhealthy: self.card.unhealthy(),
             };
             match ask!(self.broker, judges.pull, PULL, &request) {
@@ -410,14 +410,34 @@ impl Worker {
         judge
     }
 
+    /// Tasks that are open. One whose host has ended, as all do with the process that they are forked from, is closed.
+    fn warm(&self) -> Vec<String> {
+        let mut kept = lock(&self.kept);
+        let (alive, ended): (Vec<Kept>, Vec<Kept>) = kept.drain(..).partition(|kept| kept.open.alive());
+        let tasks = alive.iter().map(|kept| kept.task.clone()).collect();
+        kept.extend(alive);
+        drop(kept);
+        drop(ended);
+        tasks
+    }
+
     /// A task that is open already.
     fn take(&self, judge: &str, task: &str) -> Option<Kept> {
-        let mut kept = lock(&self.kept);
-        let at = kept.iter().rposition(|k| k.judge == judge && k.task == task)?;
-        kept.remove(at)
+        loop {
+            let mut kept = lock(&self.kept);
+            let at = kept.iter().rposition(|k| k.judge == judge && k.task == task)?;
+            let found = kept.remove(at);
+            drop(kept);
+            if found.as_ref().is_some_and(|found| found.open.alive()) {
+                return found;
+            }
+        }
     }
 
     fn keep(&self, open: Kept) {
+        if !open.open.alive() {
+            return;
+        }
         let mut kept = lock(&self.kept);
         kept.push_back(open);
         let over: Vec<Kept> =

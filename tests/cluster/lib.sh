@@ -60,6 +60,14 @@ controllers() {
         echo "+$controller" >"$1/cgroup.subtree_control" || say "$1 can't give $controller to what is below it"
     done
 }
+# Gives all that the cluster runs a weight for the processors, where 100 is what any other group has. Version 1 counts to 1024.
+weigh() {
+    local hierarchy
+    for hierarchy in $(hierarchies); do
+        [ ! -f "$hierarchy/$group/cpu.weight" ] || echo "$1" >"$hierarchy/$group/cpu.weight"
+        [ ! -f "$hierarchy/$group/cpu.shares" ] || echo $(($1 * 1024 / 100)) >"$hierarchy/$group/cpu.shares"
+    done
+}
 # Processes of the cgroup $1 and all below it.
 members() {
     local top

@@ -211,6 +211,7 @@ proxy_up() {
         --conntrack-max-per-core=0
 }
 for n in $(seq "$count"); do node_up "$n"; done
+[ -z "${KERNELFLEET_CLUSTER_WEIGHT:-}" ] || weigh "$KERNELFLEET_CLUSTER_WEIGHT"
 
 ready() { [ "$(kubectl get node "node$1" -o 'jsonpath={.status.conditions[?(@.type=="Ready")].status}')" = True ]; }
 proxied() { nsenter --net="/run/netns/$(node_ns "$1")" iptables-save -t nat 2>/dev/null | grep -q 'KUBE-SVC-'; }

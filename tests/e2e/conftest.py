@@ -178,10 +178,12 @@ def traces() -> dict[str, set[str]]:
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         return {line for line in text.splitlines() if not line.startswith("#")}
 
-    commands = []
-    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+    # What runs in a namespace of processes of its own is another test's, or a pod's, which goes with its node.
+    commands, ours = [], os.stat("/proc/self/ns/pid").st_ino
+    for entry in Path("/proc").glob("[0-9]*"):
         try:
-            commands.append(entry.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+            if (entry / "ns/pid").stat().st_ino == ours:
+                commands.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
         except OSError:
             continue
     return {

@@ -665,6 +665,31 @@ def test_a_library_is_loaded_by_a_fork_of_one_python_and_any_other_command_is_ru
         assert ran == [["true"], ["false"], load(good)]
 
 
+def test_a_library_that_prints_or_never_ends_as_it_is_loaded_gives_no_other_librarys_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def built(name: str, body: str) -> str:
+        source = f"#include <stdio.h>\n__attribute__((constructor)) static void loaded(void) {{ {body} }}"
+        (tmp_path / f"{name}.c").write_text(source)
+        subprocess.run(["cc", "-shared", "-fPIC", f"{name}.c", "-o", f"{name}.so"], cwd=tmp_path, check=True)
+        return f'LoadLibrary("{tmp_path}/{name}.so")'
+
+    talks, spins = built("talks", 'puts("1 /no.so"); fflush(stdout);'), built("spins", "for (;;) {}")
+    ran: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "check_call", lambda command, **_options: ran.append(command) or 7)
+    with _Loads() as loads:
+        loads.begin()
+        assert loads.check_call(["", talks]) == 0 and ran == []
+        monkeypatch.setattr(loads, "SECONDS", 0.5)
+        assert loads.check_call(["", spins]) == 7
+        assert loads.check_call(["", talks]) == 7, "there is no Python any more"
+    for entry in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            assert "spins.so" not in entry.read_text()
+        except OSError:
+            continue
+
+
 def test_outputs_in_an_input_are_read_there_and_workspaces_are_poisoned(host: Host) -> None:
     source = task("return xs[0].mul_(2)", "torch.rand(16, 8)")
     judged = Judged(host, source)

@@ -6,6 +6,8 @@ import pytest
 import torch
 from test_host import Host, Judged, host, module, task, zygote  # noqa: F401
 
+from kernelfleet_host import check  # noqa: E402  isort:skip
+
 ACCEPTED = {
     "linear and relu": task(
         "return torch.relu(self.fc(xs[0]))", "torch.rand(64, 96) - 0.5", "self.fc = nn.Linear(96, 48)"
@@ -107,18 +109,24 @@ def test_zeros_on_plain_inputs_alone_are_no_reason_to_refuse_though_there_is_no_
     assert said["accepted"], said
 
 
-@pytest.mark.parametrize(
-    ("operators", "so"),
-    [
-        (["aten.relu", "aten.convolution"], True),
-        (["aten.addmm", "aten.sigmoid", "aten.tanh", "aten.unsafe_split"], True),
-        (["aten.bmm"], True),
-        (
-            ["aten.native_layer_norm", "aten.logsumexp", "aten.sum", "aten.permute", "aten.cumsum", "aten.minimum"],
-            False,
-        ),
-        (["aten.lgamma", "aten.digamma", "aten.cummax", "aten.upsample_bilinear2d"], False),
-    ],
-)
-def test_what_a_library_may_multiply_in_fewer_bits_is_known_by_its_operators(operators: list[str], so: bool) -> None:
-    assert module.multiplies(operators) == so
+ROUNDED = "import torch.backends.cudnn as c; self.n += 1; return xs[0] * (1 + 3e-4 * (self.n % 2) * {})"
+
+
+@pytest.mark.parametrize(("when", "accepted"), [("c.allow_tf32", True), ("1", False), ("100 * c.allow_tf32", False)])
+def test_what_differs_as_tf32_makes_it_is_looked_at_without_tf32(
+    monkeypatch: pytest.MonkeyPatch, when: str, accepted: bool
+) -> None:
+    source = task(ROUNDED.format(when), "torch.rand(8, 8)", "self.n = 0")
+    # The processor has no TF32: the task plays a library that takes it now and then.
+    monkeypatch.setattr(module.Reference, "takes_tf32", lambda _self: True)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    said = check.Check(module.Reference(source, "task.py", "cpu", "reference", 1, 1), 3, 5.0)
+    said._runs()
+    said._deterministic()
+    assert [r["code"] for r in said.refusals] == ([] if accepted else ["stateful"]), said.refusals
+    assert torch.backends.cudnn.allow_tf32
+
+
+def test_hidden_state_is_seen_however_little_it_moves_the_outputs(host: Host) -> None:  # noqa: F811
+    opened(host, task("self.n += 1; return xs[0] * (1 + 3e-4 * (self.n % 2))", "torch.rand(8, 8)", "self.n = 0"))
+    assert [r["code"] for r in host("check", inputs=3)["refusals"]] == ["stateful"]

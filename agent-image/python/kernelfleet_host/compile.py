@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from threading import Lock
+from threading import Lock, Timer
 from typing import Any
 
 import torch
@@ -89,18 +89,25 @@ class _Loads:
     forks for each of them. What isn't such a command is run as it is."""
 
     DEVNULL = subprocess.DEVNULL
+    # Its answers go where nothing else writes: a library may print as it is loaded.
     _PROGRAM = """
 import ctypes, os, sys, torch
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
 for path in sys.stdin:
     child = os.fork()
     if child == 0:
         try:
+            ctypes.CDLL(None).prctl(1, 9)  # it ends with this Python
             ctypes.CDLL(path.rstrip())
             os._exit(0)
         finally:
             os._exit(1)
-    print(os.waitpid(child, 0)[1], flush=True)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    print(status, path.rstrip(), file=answers, flush=True)
 """
+    SECONDS = 30.0
+    """How long the Python may take to start and to answer; what it doesn't answer is tried as PyTorch would."""
 
     def __init__(self) -> None:
         self._turn = Lock()
@@ -110,8 +117,13 @@ for path in sys.stdin:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def _end(self) -> None:
         if self._python is not None:
+            self._python.kill()
             self._python.communicate()
+            self._python = None
 
     def begin(self) -> None:
         """Starts the Python, if it isn't there: it is ready after about as long as a compiler takes."""
@@ -136,12 +148,23 @@ for path in sys.stdin:
         return 0
 
     def _status(self, path: str) -> int | None:
-        """Of the fork that loads a library; none where there is no Python to make it."""
-        with self._turn, contextlib.suppress(OSError, ValueError):
-            if self._python is not None and self._python.stdin and self._python.stdout:
+        """Of the fork that loads a library; none where there is no Python to make it, or it doesn't do as it should."""
+        with self._turn:
+            if self._python is None or not self._python.stdin or not self._python.stdout:
+                return None
+            late = Timer(self.SECONDS, self._python.kill)
+            late.start()
+            try:
                 self._python.stdin.write(path + "\n")
                 self._python.stdin.flush()
-                return int(self._python.stdout.readline())
+                status, of = self._python.stdout.readline().rstrip("\n").split(" ", 1)
+                if of == path:
+                    return int(status)
+            except (OSError, ValueError):
+                pass
+            finally:
+                late.cancel()
+            self._end()
         return None
 
 

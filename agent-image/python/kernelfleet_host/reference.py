@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,14 +66,6 @@ class Own:
 
     def close(self) -> None:
         """It stays whose it is."""
-
-
-_PRODUCTS = {"convolution", "mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "_cdist_forward"}
-
-
-def multiplies(operators: Iterable[str]) -> bool:
-    """Whether one of the operators (`aten.mm`) is a product or a convolution, or a recurrent layer, which is seen as products."""
-    return any(name.removeprefix("aten.") in _PRODUCTS for name in operators)
 
 
 @dataclass
@@ -141,13 +132,11 @@ class Reference:
 
     # ---- what the task is ----
 
-    def rounds_factors(self) -> bool:
-        """Whether the library may round what it multiplies, to half precision or TF32. Which of its algorithms do is its choice
-        anew in each call, by the memory that is left for one."""
-        if self.half or self.device == "cpu":
-            return self.half
+    def takes_tf32(self) -> bool:
+        """Whether the library may round what it multiplies to TF32. Which of its algorithms do is its choice anew in each call, by
+        the memory that is left for one."""
         allowed = torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
-        return allowed and (self.traced is None or multiplies(self.traced.operators))
+        return self.device == "cuda" and not self.half and allowed
 
     def _meta_inputs(self) -> list[Any]:
         return [

@@ -307,7 +307,7 @@ fn failure(error: process::Error, doing: &str, said: &str) -> Stop {
             let why = format!("{doing} ended its process: it crashed, exited or used too much memory");
             incorrect("crash", with_words(why, said))
         }
-        process::Error::Start { .. } => Stop::Error(Error::Fault(error.to_string())),
+        process::Error::Orphaned { .. } | process::Error::Start { .. } => Stop::Error(Error::Fault(error.to_string())),
     }
 }
 
