@@ -5,6 +5,7 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use kernelfleet::judge::{Candidate, Device, Effort, Error, Judge, Options, Slice, TaskSource};
 use kernelfleet::local::environment;
@@ -32,6 +33,47 @@ fn kill(pid: u32) {
     // SAFETY: a signal to a process of this test, which the test's own judge hasn't waited for.
     assert_eq!(unsafe { libc::kill(i32::try_from(pid).unwrap(), libc::SIGKILL) }, 0);
 }
+
+/// Processor time of a process, hundredths of a second; 0 where it is gone.
+fn ticks(pid: u32) -> u64 {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    let fields = stat.rsplit_once(") ").map_or("", |x| x.1).split(' ');
+    fields.skip(11).take(2).map(|field| field.parse::<u64>().unwrap()).sum()
+}
+
+const PRODUCT: &str = "import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(1536, 1536)
+
+    def forward(self, x):
+        return self.fc(x)
+
+
+def get_inputs():
+    return [torch.randn(1024, 1536)]
+
+
+def get_init_inputs():
+    return []
+";
+
+const PRODUCT_NEW: &str = "import torch.nn as nn
+import kernelfleet_ext as kf
+
+
+class ModelNew(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(1536, 1536)
+
+    def forward(self, x):
+        return kf.linear(x, self.fc.weight, self.fc.bias)
+";
 
 fn runners() -> Vec<u32> {
     children("runner-cpu")
@@ -104,6 +146,29 @@ fn a_runner_started_ahead_serves_the_next_candidate_and_a_dead_one_is_replaced()
     drop((taken, crashed));
     let verdict = other.open(&task).unwrap().judge(&candidate("4.0f", "a"), Effort::Final).unwrap();
     assert_eq!(verdict.reason.as_ref().map(|r| r.code.as_str()), Some("mismatch"), "{verdict:?}");
+
+    // A library helper ends with the process that it is forked from in the middle of a call, which only the runner sees: a fault too.
+    let task = TaskSource { name: "product".into(), path: "product.py".into(), source: PRODUCT.to_owned() };
+    let product = Candidate { files: [("model_new.py".to_owned(), PRODUCT_NEW.to_owned())].into() };
+    let mut session = other.open(&task).unwrap();
+    let zygote = children("kernelfleet_host")[0];
+    let host = below(zygote, "");
+    let error = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let multiplies = |pid: &u32| !host.contains(pid) && ticks(*pid) >= 5;
+            let began = Instant::now();
+            while !below(zygote, "").iter().any(multiplies) {
+                assert!(began.elapsed() < Duration::from_secs(120), "no helper multiplies");
+                std::thread::sleep(Duration::from_millis(2));
+            }
+            kill(zygote);
+        });
+        session.judge(&product, Effort::Verify).unwrap_err()
+    });
+    assert!(matches!(error, Error::Fault(_)), "{error}");
+    drop(session);
+    assert!(other.open(&task).unwrap().judge(&product, Effort::Verify).unwrap().correct);
+
     drop(other);
     assert_eq!((children("kernelfleet_host"), children("kernelfleet_recorder")), (vec![], vec![]));
 }

@@ -67,7 +67,14 @@ pub struct Zygote {
 
 /// Whether a process has ended, as it can be seen after somebody has waited for it and its number is another's.
 #[derive(Debug)]
-struct Life(Option<OwnedFd>);
+struct Life {
+    pid: i32,
+    /// None where the kernel, or what confines us, has no such descriptors: then its number is looked at.
+    fd: Option<OwnedFd>,
+}
+
+/// How long something that was killed with its zygote is older than what can be seen of that, at most.
+const AFTERMATH: Duration = Duration::from_millis(200);
 
 impl Life {
     fn of(child: &Child) -> Self {
@@ -76,18 +83,39 @@ impl Life {
         let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, child.id(), 0) };
         let fd = RawFd::try_from(fd).ok().filter(|fd| *fd >= 0);
         // SAFETY: as above.
-        Self(fd.map(|fd| unsafe { OwnedFd::from_raw_fd(fd) }))
+        let fd = fd.map(|fd| unsafe { OwnedFd::from_raw_fd(fd) });
+        Self { pid: i32::try_from(child.id()).unwrap_or(0), fd }
     }
 
-    /// Whether it has, or does within `wait`. Never where the kernel has no descriptors of processes.
+    /// Whether it has, or does within `wait`.
     fn ended(&self, wait: Duration) -> bool {
-        let millis = i32::try_from(wait.as_millis()).unwrap_or(i32::MAX);
-        self.0.as_ref().is_some_and(|fd| {
-            let mut poll = libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
-            // SAFETY: `poll` is one valid pollfd for the length given.
-            unsafe { libc::poll(&raw mut poll, 1, millis) > 0 }
-        })
+        let end = Instant::now() + wait;
+        loop {
+            let seen = match &self.fd {
+                Some(fd) => readable(fd, end.saturating_duration_since(Instant::now())),
+                None => !runs(self.pid),
+            };
+            if seen || Instant::now() >= end {
+                return seen;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
+}
+
+/// Whether something can be read there within `wait`; an interruption says no earlier.
+fn readable(fd: &OwnedFd, wait: Duration) -> bool {
+    let millis = i32::try_from(wait.as_millis()).unwrap_or(i32::MAX);
+    let mut poll = libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+    // SAFETY: `poll` is one valid pollfd for the length given.
+    unsafe { libc::poll(&raw mut poll, 1, millis) > 0 }
+}
+
+/// Whether a process is there and has not ended.
+fn runs(pid: i32) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    // The name before the state may hold anything but is closed by the last bracket.
+    stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
 }
 
 /// Sends a request and takes `ok` apart.
@@ -161,8 +189,8 @@ impl Zygote {
     }
 
     /// Whether it is gone, as after the system took its memory, or is so in a moment: nothing can be forked from it any more.
-    pub fn ended(&mut self) -> bool {
-        self.life.ended(Duration::from_millis(200)) || matches!(self.child.try_wait(), Ok(Some(_)))
+    fn ended(&self) -> bool {
+        self.life.ended(AFTERMATH)
     }
 
     /// What `fork` gives; where that fails since this zygote has ended, of the one that `again` starts in its place.
@@ -233,6 +261,7 @@ impl Zygote {
             user: confinement.user,
             member: Leash::join(pid, confinement.user.map(|u| u.0)),
             life: Arc::clone(&self.life),
+            lost: false,
             isolation: Vec::new(),
             scratch: None,
         };
@@ -259,6 +288,8 @@ pub struct Forked {
     member: Member,
     /// Its zygote's.
     life: Arc<Life>,
+    /// It gave no answer, or none that could be read: the next one that is read may be of an earlier question.
+    lost: bool,
     pub isolation: Vec<String>,
     /// Its working folder, removed after it.
     pub scratch: Option<tempfile::TempDir>,
@@ -270,25 +301,31 @@ impl Forked {
     /// # Errors
     /// `Refused` with the child's words; `Gone` when it ended or is late, `Orphaned` when its zygote has ended.
     pub fn ask(&mut self, body: &Value, fds: &[BorrowedFd<'_>], timeout: Duration) -> Result<Frame, Error> {
-        ask(&self.role, &mut self.channel, body, fds, timeout).map_err(|e| self.seen(e))
+        let asked = ask(&self.role, &mut self.channel, body, fds, timeout);
+        asked.map_err(|e| self.seen(e))
     }
 
     /// A zygote takes its children along: that they end then is nobody's doing but the machine's.
-    fn seen(&self, error: Error) -> Error {
-        match error {
-            Error::Gone { timeout: false, .. } if self.life.ended(Duration::from_millis(20)) => {
-                Error::Orphaned { role: self.role.clone() }
+    fn seen(&mut self, error: Error) -> Error {
+        if let Error::Gone { timeout, .. } = error {
+            self.lost = true;
+            if !timeout && self.life.ended(AFTERMATH) {
+                return Error::Orphaned { role: self.role.clone() };
             }
-            error => error,
         }
+        error
     }
 
-    /// Whether it can be asked anything: it has not ended, and neither has its zygote.
+    /// Whether its zygote has ended, and it with it.
+    #[must_use]
+    pub fn orphaned(&self) -> bool {
+        self.life.ended(Duration::ZERO)
+    }
+
+    /// Whether it can be asked anything: it has answered all that it was asked, and has not ended.
     #[must_use]
     pub fn alive(&self) -> bool {
-        let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.pid)).unwrap_or_default();
-        let runs = stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']));
-        runs && self.peeked() != Some(0) && !self.life.ended(Duration::ZERO)
+        !self.lost && !self.orphaned() && runs(self.pid) && self.peeked() != Some(0)
     }
 
     /// How much lies in its socket, at most one byte; none where nothing does, 0 where it has closed its end.
@@ -312,7 +349,9 @@ impl Forked {
     /// As `ask`; `Gone` as late where a thread can't be stopped.
     pub fn clocked(&mut self, body: &Value, timeout: Duration) -> Result<(Frame, f64), Error> {
         let op = body["op"].as_str().unwrap_or("?");
-        self.channel.send(body, &[]).map_err(|e| self.seen(gone(&self.role, op, &e)))?;
+        if let Err(error) = self.channel.send(body, &[]) {
+            return Err(self.seen(gone(&self.role, op, &error)));
+        }
         let start = Instant::now();
         self.thaw();
         let received = self.channel.receive(Some(timeout));
@@ -320,7 +359,7 @@ impl Forked {
         let microseconds = start.elapsed().as_secs_f64() * 1e6;
         let frame = received.map_err(|e| self.seen(gone(&self.role, op, &e)))?;
         if !still {
-            return Err(gone(&self.role, op, &wire::Error::Timeout(10.0)));
+            return Err(self.seen(gone(&self.role, op, &wire::Error::Timeout(10.0))));
         }
         Ok((answer(frame)?, microseconds))
     }

@@ -686,10 +686,7 @@ impl Judge {
         let confinement = confinement::host(&self.toolchain, self.options.device, scratch.path());
         confinement.own(scratch.path()).map_err(|source| process::Error::Start { role: role.into(), source })?;
         let anew = Cell::new(false);
-        let again = || {
-            anew.set(true);
-            start_hosts(&self.toolchain, self.options.device)
-        };
+        let again = || start_hosts(&self.toolchain, self.options.device).inspect(|_| anew.set(true));
         let mut zygote = self.zygotes.hosts.lock().unwrap_or_else(PoisonError::into_inner);
         let forked = zygote.forked(again, |zygote| {
             zygote.fork(&format!("reference {role}"), &confinement, self.toolchain.threads, &json!({"role": role}))
@@ -698,10 +695,13 @@ impl Judge {
         if anew.get() && self.zygotes.warm.load(Ordering::Relaxed) {
             // The host that was asked for is there: whoever asks for the next one waits, if anybody.
             let (zygotes, slice, device) = (Arc::clone(&self.zygotes), Arc::clone(&self.slice), self.options.device);
-            std::thread::spawn(move || {
+            let warming = std::thread::Builder::new().spawn(move || {
                 let _turn = quietly(&slice, device);
                 zygotes.warm();
             });
+            if let Err(error) = warming {
+                tracing::warn!(%error, "the host zygote is not warmed again");
+            }
         }
         let mut forked = forked?;
         forked.scratch = Some(scratch);
@@ -831,6 +831,12 @@ impl Session {
     #[must_use]
     pub fn alive(&self) -> bool {
         self.host.alive()
+    }
+
+    /// Whether what its host or its helper was forked from has ended, so that nothing that came of them since says anything of a
+    /// candidate.
+    pub(super) fn orphaned(&self) -> bool {
+        self.host.orphaned() || self.helper.as_ref().is_some_and(Forked::orphaned)
     }
 
     /// What `kernelfleet_ext.properties()` says of the device.

@@ -62,11 +62,14 @@ controllers() {
 }
 # Gives all that the cluster runs a weight for the processors, where 100 is what any other group has. Version 1 counts to 1024.
 weigh() {
-    local hierarchy
+    local hierarchy file weighed=''
     for hierarchy in $(hierarchies); do
-        [ ! -f "$hierarchy/$group/cpu.weight" ] || echo "$1" >"$hierarchy/$group/cpu.weight"
-        [ ! -f "$hierarchy/$group/cpu.shares" ] || echo $(($1 * 1024 / 100)) >"$hierarchy/$group/cpu.shares"
+        file=$hierarchy/$group/cpu.weight
+        [ ! -f "$file" ] || { echo "$1" >"$file" && weighed=yes; }
+        file=$hierarchy/$group/cpu.shares
+        [ ! -f "$file" ] || { echo $(($1 * 1024 / 100)) >"$file" && weighed=yes; }
     done
+    [ -n "$weighed" ] || say "the cluster weighs what any other group does: the cgroup $group has no weight for processors"
 }
 # Processes of the cgroup $1 and all below it.
 members() {

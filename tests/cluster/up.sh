@@ -17,6 +17,7 @@ done
 
 if [ -e "$state" ]; then
     if alive apiserver && "$bin/kubectl" --kubeconfig="$kubeconfig" get --raw /readyz >/dev/null 2>&1; then
+        [ -z "${KERNELFLEET_CLUSTER_WEIGHT:-}" ] || weigh "$KERNELFLEET_CLUSTER_WEIGHT"
         say "already up, with $(nodes | wc -l) nodes: export KUBECONFIG=$kubeconfig"
         exit 0
     fi

@@ -95,10 +95,12 @@ class Api:
                 self._connection.request("GET", path)
                 reply = self._connection.getresponse()
                 body = reply.read()
-            except (http.client.HTTPException, OSError):
+            except (http.client.HTTPException, OSError) as error:
                 self._connection.close()
-                if not left:
+                if not left or isinstance(error, TimeoutError):
                     raise
+                if left < 5:  # a connection that was idle for long is closed, and the next one is good
+                    time.sleep(0.5)
                 if self._proxy.poll() is not None:
                     self._start()
                 continue
@@ -113,8 +115,8 @@ class Api:
             status, body = self._asked(path)
         try:
             said = json.loads(body)
-        except ValueError:
-            said = {}
+        except ValueError as error:
+            raise Refused(f"{path}: {status}: {body.decode(errors='replace')}") from error
         if status == 404 and said.get("reason") == "NotFound" and said.get("details", {}).get("name"):
             raise Missing(body.decode())
         if status != 200:

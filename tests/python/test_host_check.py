@@ -109,10 +109,18 @@ def test_zeros_on_plain_inputs_alone_are_no_reason_to_refuse_though_there_is_no_
     assert said["accepted"], said
 
 
-ROUNDED = "import torch.backends.cudnn as c; self.n += 1; return xs[0] * (1 + 3e-4 * (self.n % 2) * {})"
+ROUNDED = "import torch.backends.cudnn as c; self.n += 1; return xs[0] * (1 + 3e-4 * {})"
 
 
-@pytest.mark.parametrize(("when", "accepted"), [("c.allow_tf32", True), ("1", False), ("100 * c.allow_tf32", False)])
+@pytest.mark.parametrize(
+    ("when", "accepted"),
+    [
+        ("(self.n % 2 * c.allow_tf32)", True),
+        ("(self.n % 2)", False),
+        ("(100 * (self.n % 2) * c.allow_tf32)", False),
+        ("(self.n > 1)", False),
+    ],
+)
 def test_what_differs_as_tf32_makes_it_is_looked_at_without_tf32(
     monkeypatch: pytest.MonkeyPatch, when: str, accepted: bool
 ) -> None:

@@ -234,17 +234,17 @@ class Check:
     def _same(self, tensors: list[torch.Tensor]) -> bool:
         return bool(self.reference.decide(self.slot, tensors, "contract")["match"])
 
-    def _alike(self, run: Callable[[], list[torch.Tensor]], first: Callable[[], list[torch.Tensor]]) -> bool:
-        """Whether `run` gives what was expected at first, but for what two algorithms of a library do otherwise. `first` makes that
-        anew, for what TF32 may have made different: it has to be alike without TF32. Not the contract's rule: a float64 run of
-        a random reference differs."""
+    def _alike(self, run: Callable[[], list[torch.Tensor]], *firsts: Callable[[], list[torch.Tensor]]) -> bool:
+        """Whether `run` gives what was expected at first, but for what two algorithms of a library do otherwise. What TF32 may have
+        made different has to be alike without it, to what each of `firsts` makes. Not the contract's rule: a float64 run of a
+        random reference differs."""
         half = self.reference.half
         found = _difference(run(), self.reference.expect(self.slot))
         if found <= ALIKE[half] or found > ROUNDED or not self.reference.takes_tf32():
             return found <= ALIKE[half]
         with _without_tf32():
             again = run()
-            return _difference(again, first()) <= ALIKE[half]
+            return all(_difference(again, first()) <= ALIKE[half] for first in firsts)
 
     def _deterministic(self) -> None:
         reference = self.reference
@@ -261,7 +261,13 @@ class Check:
 
             return run
 
-        if not self._alike(seeded(1), seeded(1)):
+        def fresh() -> list[torch.Tensor]:
+            # Of a model that was never called: what only a first call does differently is state too.
+            model = self._another(_PARAMETERS)
+            torch.manual_seed(1)
+            return self._forward_of(model)
+
+        if not self._alike(seeded(1), seeded(1), fresh):
             self.refuse("stateful", "two calls with the same inputs, parameters and seed give different outputs")
             return
         last.clear()
@@ -272,22 +278,26 @@ class Check:
         if differs or drawn:
             self.refuse("random", "the outputs depend on the random generator: forward draws numbers")
 
+    def _another(self, seed: int) -> torch.nn.Module:
+        """A model that was made under `seed` and has the current parameter set."""
+        reference = self.reference
+        model = parameters.fresh(reference.task, seed, reference.half).to(reference.device)
+        parameters.install(model, reference.state_values(_PARAMETERS))
+        return model
+
+    def _forward_of(self, model: torch.nn.Module) -> list[torch.Tensor]:
+        """What another model leaves for the slot."""
+        own, self.reference.model = self.reference.model, model
+        try:
+            return self.reference.forward(self.slot)
+        finally:
+            self.reference.model = own
+
     def _own_state(self) -> None:
         """Another model with the same state dict must give the same outputs."""
-        reference = self.reference
-        model = parameters.fresh(reference.task, _PARAMETERS + 1, reference.half)
-        held = plain_tensors(model)
-        model = model.to(reference.device)
-        parameters.install(model, reference.state_values(_PARAMETERS))
-
-        def other() -> list[torch.Tensor]:
-            own, reference.model = reference.model, model
-            try:
-                return reference.forward(self.slot)
-            finally:
-                reference.model = own
-
-        if not self._alike(other, lambda: reference.forward(self.slot)):
+        model = self._another(_PARAMETERS + 1)
+        if not self._alike(lambda: self._forward_of(model), lambda: self.reference.forward(self.slot)):
+            held = plain_tensors(model)
             names = f" ({', '.join(held[:5])})" if held else ""
             self.refuse(
                 "stateful",

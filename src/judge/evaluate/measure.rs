@@ -343,7 +343,7 @@ pub(super) fn prepare_compile(session: &mut Session) -> Result<(), Stop> {
         }
         Err(error) => {
             // It may be what was kept that ends a compiler or its process.
-            if kept.is_some() {
+            if kept.is_some() && !matches!(error, process::Error::Orphaned { .. }) {
                 cache.drop_compiled(key);
             }
             match error {

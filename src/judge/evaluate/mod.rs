@@ -320,6 +320,10 @@ fn ended(
     evidence.phases.insert("total".into(), seconds);
     let failure = match done {
         Ok(()) => None,
+        // A runner is told by its library helper that it is gone, and not why.
+        Err(Stop::Candidate(_)) if session.orphaned() => {
+            return Err(Error::Fault("the reference host's zygote ended during the evaluation".into()));
+        }
         Err(Stop::Candidate(reason)) => Some(*reason),
         Err(Stop::Error(error)) => return Err(error),
     };
