@@ -48,14 +48,14 @@ from torch import nn
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.fc = nn.Linear(1536, 1536)
+        self.fc = nn.Linear(1024, 1024)
 
     def forward(self, x):
         return self.fc(x)
 
 
 def get_inputs():
-    return [torch.randn(1024, 1536)]
+    return [torch.randn(768, 1024)]
 
 
 def get_init_inputs():
@@ -69,7 +69,7 @@ import kernelfleet_ext as kf
 class ModelNew(nn.Module):
     def __init__(self):
         super().__init__()
-        self.fc = nn.Linear(1536, 1536)
+        self.fc = nn.Linear(1024, 1024)
 
     def forward(self, x):
         return kf.linear(x, self.fc.weight, self.fc.bias)
@@ -155,7 +155,7 @@ fn a_runner_started_ahead_serves_the_next_candidate_and_a_dead_one_is_replaced()
     let host = below(zygote, "");
     let error = std::thread::scope(|scope| {
         scope.spawn(|| {
-            let multiplies = |pid: &u32| !host.contains(pid) && ticks(*pid) >= 5;
+            let multiplies = |pid: &u32| !host.contains(pid) && ticks(*pid) >= 3;
             let began = Instant::now();
             while !below(zygote, "").iter().any(multiplies) {
                 assert!(began.elapsed() < Duration::from_secs(120), "no helper multiplies");

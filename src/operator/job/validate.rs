@@ -4,9 +4,12 @@
 use std::collections::BTreeSet;
 
 use super::dereference::{Facts, Source, Texts};
-use crate::api::job::{OptimizationJob, OptimizationJobSpec};
+use crate::api::job::{Grade, OptimizationJob, OptimizationJobSpec};
+use crate::judge::EXPOSED;
 use crate::operator::broker::Address;
+use crate::operator::conditions;
 use crate::operator::context::Found;
+use crate::operator::pool::status::{HOST_MEMORY, TRUSTED};
 use crate::task::{source::MAX_BYTES, syntax};
 
 /// Episodes that an Indexed Job can have with a limit for each index.
@@ -25,6 +28,11 @@ pub enum Error {
     NotAllowed { pool: String, namespace: String },
     #[error("the GpuPool `{0}` has no broker yet; waiting for it. kubectl describe gpupool {0} says how far it is")]
     NoBroker(String),
+    #[error(
+        "spec.judge.minimumGrade: the GpuPool `{0}` can't give `enforced`: {EXPOSED}. Waiting for that; `observed` or another \
+         pool needs no waiting"
+    )]
+    NotEnforced(String),
     #[error("there is no ModelEndpoint `{0}` in this namespace; waiting for it")]
     NoEndpoint(String),
     #[error("the ModelEndpoint `{name}` can't be read: {what}; waiting until it is mended")]
@@ -72,6 +80,7 @@ impl Error {
             Self::UnreadablePool { .. } => "PoolUnreadable",
             Self::NotAllowed { .. } => "NamespaceNotAllowed",
             Self::NoBroker(_) => "PoolNotReady",
+            Self::NotEnforced(_) => "PoolNotEnforcing",
             Self::NoEndpoint(_) => "EndpointNotFound",
             Self::UnreadableEndpoint { .. } => "EndpointUnreadable",
             Self::NoGateway(_) => "EndpointNotReady",
@@ -97,6 +106,7 @@ impl Error {
             Self::NoPool(_)
                 | Self::UnreadablePool { .. }
                 | Self::NoBroker(_)
+                | Self::NotEnforced(_)
                 | Self::NoEndpoint(_)
                 | Self::UnreadableEndpoint { .. }
                 | Self::NoGateway(_)
@@ -156,6 +166,7 @@ pub fn validate(job: &OptimizationJob, facts: &Facts) -> Result<ValidJob, Error>
         return Err(Error::TooMany { tasks: tasks.len(), attempts, episodes });
     }
     let broker = broker(spec, &namespace, facts)?;
+    graded(spec, facts)?;
     let gateway = gateway(spec, facts)?;
     if let Some(policy) = &spec.policy.replay {
         let texts = texts(&policy.config_map, "spec.policy.replay.configMap", facts.replay.as_ref())?;
@@ -221,6 +232,17 @@ fn broker(spec: &OptimizationJobSpec, namespace: &str, facts: &Facts) -> Result<
         }
         Found::Is(_) => facts.broker.clone().ok_or_else(|| Error::NoBroker(name.clone())),
     }
+}
+
+/// Refuses a job that would get reward -1 for everything, whatever it writes.
+fn graded(spec: &OptimizationJobSpec, facts: &Facts) -> Result<(), Error> {
+    let Found::Is(pool) = &facts.pool else { return Ok(()) };
+    let conditions = pool.status.as_ref().map_or(&[][..], |status| &status.conditions);
+    let exposed = conditions::get(conditions, TRUSTED).is_some_and(|c| c.status == "False" && c.reason == HOST_MEMORY);
+    if spec.judge.minimum_grade == Grade::Enforced && exposed {
+        return Err(Error::NotEnforced(spec.judge.gpu_pool.clone()));
+    }
+    Ok(())
 }
 
 fn gateway(spec: &OptimizationJobSpec, facts: &Facts) -> Result<Option<String>, Error> {
@@ -440,6 +462,22 @@ pub mod tests {
         }
     }
 
+    /// Facts of a job whose pool has cards that reach their host's memory.
+    fn exposed() -> Facts {
+        let mut facts = facts();
+        if let Found::Is(pool) = &mut facts.pool {
+            let condition = json!({"type": TRUSTED, "status": "False", "reason": HOST_MEMORY, "message": "", "lastTransitionTime": "2026-11-30T00:00:00Z"});
+            pool.status = Some(serde_json::from_value(json!({"conditions": [condition]})).unwrap());
+        }
+        facts
+    }
+
+    #[test]
+    fn a_job_that_takes_what_is_observed_starts_on_any_card() {
+        assert!(validate(&job(&json!({"judge": {"minimumGrade": "observed"}})), &exposed()).is_ok());
+        assert!(validate(&job(&json!({"judge": {"minimumGrade": "enforced"}})), &facts()).is_ok());
+    }
+
     fn maps(of: &[(&str, &[(&str, &str)])]) -> Option<Source> {
         let texts = |t: &[(&str, &str)]| {
             Found::Is(t.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect::<Texts>())
@@ -471,6 +509,7 @@ pub mod tests {
                 Facts { pool: Found::Unreadable("unknown field".into()), ..facts() },
             ),
             ("a pool without broker", none.clone(), Facts { broker: None, ..facts() }),
+            ("a card that reaches its host's memory", json!({"judge": {"minimumGrade": "enforced"}}), exposed()),
             ("no endpoint", endpoint.clone(), Facts { endpoint: Some((Found::Missing, None)), ..facts() }),
             ("another model", endpoint.clone(), Facts { endpoint: Some((Found::Is(found.clone()), None)), ..facts() }),
             (

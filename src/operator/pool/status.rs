@@ -10,6 +10,11 @@ use crate::api::pool::{Device, GpuPool, GpuPoolStatus, Sharing, Unhealthy};
 use crate::operator::conditions::{Said, cut, set};
 use crate::operator::names;
 
+/// The condition that says whether a pool's verdicts are what they are called.
+pub const TRUSTED: &str = "MeasurementsTrusted";
+/// Its reason where no verdict of the pool is enforced.
+pub const HOST_MEMORY: &str = "HostMemoryExposed";
+
 /// Judges whose card isn't well that a status names.
 const MOST_UNHEALTHY: usize = 32;
 
@@ -36,7 +41,7 @@ pub fn status(
     let ready = ready(pool, namespace, checked, failed, facts);
     set(conditions, "Ready", &ready, generation, now);
     let said = facts.said.as_ref().and_then(|s| s.as_ref().ok());
-    set(conditions, "MeasurementsTrusted", &trusted(pool, facts), generation, now);
+    set(conditions, TRUSTED, &trusted(pool, facts), generation, now);
     set(conditions, "Healthy", &healthy(facts), generation, now);
     status.judges_ready = facts.judges.as_ref().map(ready_replicas);
     status.broker =
@@ -262,7 +267,7 @@ fn trusted(pool: &GpuPool, facts: &Facts) -> Said {
         return Said::unknown("EachByItself", message);
     }
     if exposed(&said.properties_json) {
-        return Said::no("HostMemoryExposed", crate::judge::EXPOSED);
+        return Said::no(HOST_MEMORY, crate::judge::EXPOSED);
     }
     Said::yes("ExclusiveCards", "each judge has a card of its own")
 }
