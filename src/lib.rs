@@ -1,6 +1,6 @@
 //! kernelfleet: language-model agents write CUDA kernels, every attempt is measured honestly.
 //!
-//! Arrows point one way: `api`, `bound`, `task`, `plan` and `wire` know nobody; `sandbox`, `gateway`, `judge`, `agent` and `broker`
+//! Arrows point one way: `api`, `bound`, `hex`, `task`, `plan` and `wire` know nobody; `sandbox`, `gateway`, `judge`, `agent` and `broker`
 //! know those; `local`, `pod` and `operator` are at the top. See `docs/architecture.md`.
 
 pub mod agent;
@@ -8,6 +8,7 @@ pub mod api;
 pub mod bound;
 pub mod broker;
 pub mod gateway;
+pub mod hex;
 pub mod judge;
 pub mod local;
 pub mod operator;

@@ -15,6 +15,8 @@ use object_store::prefix::PrefixStore;
 use object_store::{BackoffConfig, ClientOptions, ObjectStore, ObjectStoreExt, RetryConfig};
 use sha2::{Digest, Sha256};
 
+use crate::hex::hex;
+
 /// Largest object that the ledger itself holds.
 pub const SMALL: usize = 64 << 10;
 /// How long a request to a bucket is tried again: a server that starts anew is back by then, and who waits for the reply has
@@ -413,7 +415,7 @@ pub fn folders(job: &str) -> [String; 2] {
 /// The digest that names content: SHA-256, in hexadecimal.
 #[must_use]
 pub fn digest(bytes: &[u8]) -> String {
-    Sha256::digest(bytes).iter().map(|b| format!("{b:02x}")).collect()
+    hex(&Sha256::digest(bytes))
 }
 
 /// Where content of a digest lies.

@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use super::trim;
+use crate::hex::hex;
 
 /// SHA-256 of parts, each with its length in front, as lower-case hex.
 #[must_use]
@@ -22,7 +23,7 @@ pub fn digest<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> String {
         hash.update((part.len() as u64).to_le_bytes());
         hash.update(part);
     }
-    hash.finalize().iter().map(|b| format!("{b:02x}")).collect()
+    hex(&hash.finalize())
 }
 
 /// Where baselines lie; those of an earlier name may have been measured beside others' load.

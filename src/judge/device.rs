@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use super::runner::client::Runner;
+use super::runner::client::{self, Runner};
 use super::session::Error;
 use super::turns::{self, Turns};
 use super::{Device, Toolchain};
@@ -93,7 +93,13 @@ impl Facts {
         }
         let mut runner =
             Runner::spawn(&toolchain.program, Device::Cuda, |_| ()).map_err(|e| Error::Fault(e.to_string()))?;
-        let card = runner.device(seconds).map_err(|e| none(e.to_string()))?;
+        let card = runner.device(seconds).map_err(|e| match &e {
+            client::Error::Refused(fault) if fault.code == "memory" => Error::request(
+                "memory",
+                "the card's memory is taken by other processes; `nvidia-smi` lists them: run it again when there is room",
+            ),
+            _ => none(e.to_string()),
+        })?;
         runner.close();
         drop(turns);
         let facts = serde_json::to_value(&card).map_err(|e| Error::Fault(e.to_string()))?;

@@ -15,11 +15,11 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
 use super::candidate;
-use super::environment::hex;
 use super::progress::Progress;
 use super::summary::{Outcome, State};
 use crate::agent::trajectory::Tail;
 use crate::api::job::{Baseline, Target};
+use crate::hex::hex;
 use crate::judge::counters::Kernel;
 use crate::judge::verdict::{LaunchEvidence, Measurement, PROCEDURE, Reason, Verdict};
 use crate::judge::{Candidate, Effort, TaskSource};

@@ -14,6 +14,7 @@ use kube::{Client, ResourceExt};
 use sha2::{Digest, Sha256};
 
 use super::names;
+use crate::hex::hex;
 
 /// Why an object isn't as it was built.
 #[derive(Debug, thiserror::Error)]
@@ -72,7 +73,7 @@ impl Built {
     /// The same with the digest of its content on it.
     fn marked(&self) -> (DynamicObject, String) {
         let text = serde_json::to_vec(&self.object).unwrap_or_default();
-        let digest: String = Sha256::digest(&text).iter().take(12).map(|b| format!("{b:02x}")).collect();
+        let digest = hex(&Sha256::digest(&text)[..12]);
         let mut object = self.object.clone();
         object.annotations_mut().insert(names::APPLIED.into(), digest.clone());
         (object, digest)

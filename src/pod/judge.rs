@@ -18,6 +18,7 @@ use super::health::Health;
 use super::leases::{Leases, Over};
 use super::{card, health};
 use crate::api::job;
+use crate::hex::hex;
 use crate::judge::{Arbiter, Candidate, Device, Effort, Judge, Leash, Slice, TaskSource, Verdict, verdict::PROCEDURE};
 use crate::local::court::{self, Open, Real};
 use crate::local::environment::Environment;
@@ -457,7 +458,7 @@ impl Worker {
 fn instance() -> String {
     let mut bytes = [0; 16];
     match getrandom::fill(&mut bytes) {
-        Ok(()) => bytes.iter().map(|b| format!("{b:02x}")).collect(),
+        Ok(()) => hex(&bytes),
         Err(_) => format!("{}-{:?}", std::process::id(), Instant::now()),
     }
 }

@@ -12,6 +12,7 @@ use rcgen::{
 };
 use sha2::{Digest, Sha256};
 
+use crate::hex::hex;
 use crate::operator::names;
 
 /// Life of an authority.
@@ -115,7 +116,7 @@ pub fn stale(certificate: &Pair, signer: &str, authorities: &Authorities, now: T
 /// What a certificate is known by.
 #[must_use]
 pub fn fingerprint(pem: &str) -> String {
-    Sha256::digest(pem.as_bytes()).iter().take(16).map(|b| format!("{b:02x}")).collect()
+    hex(&Sha256::digest(pem.as_bytes())[..16])
 }
 
 /// Midnight of a day, as certificates are dated here.

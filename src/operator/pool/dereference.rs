@@ -8,6 +8,7 @@ use kube::api::{Api, PartialObjectMeta};
 use sha2::{Digest, Sha256};
 
 use super::certificates::{self, Authorities, Pair};
+use crate::hex::hex;
 use crate::operator::context::Context;
 use crate::operator::names;
 use crate::wire::v1::PoolFacts;
@@ -54,7 +55,7 @@ fn digest(parts: &[&[u8]]) -> String {
         digest.update(u64::try_from(part.len()).unwrap_or(u64::MAX).to_le_bytes());
         digest.update(part);
     }
-    digest.finalize().iter().take(12).map(|b| format!("{b:02x}")).collect()
+    hex(&digest.finalize()[..12])
 }
 
 /// What is known of the Secret with the bucket's credentials. Never what it holds.

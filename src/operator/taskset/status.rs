@@ -6,6 +6,7 @@ use jiff::Timestamp;
 use sha2::{Digest, Sha256};
 
 use crate::api::taskset::{TaskSet, TaskSetStatus};
+use crate::hex::hex;
 use crate::operator::conditions::{Said, set};
 use crate::operator::context::Found;
 use crate::operator::job::dereference::{Texts, unsupported};
@@ -70,7 +71,7 @@ fn read(maps: &[(String, Found<Texts>)]) -> Read {
         }
     }
     let tasks = i32::try_from(names.len()).unwrap_or(i32::MAX);
-    let address: String = digest.finalize().iter().map(|b| format!("{b:02x}")).collect();
+    let address = hex(&digest.finalize());
     let said = match (tasks, first) {
         (0, None) => Said::no("NoTasks", "the ConfigMaps hold no task: each key that ends in .py is one"),
         (_, Some(first)) => {
