@@ -27,6 +27,11 @@ const CALL: Duration = Duration::from_secs(10);
 const PUT: Duration = Duration::from_secs(60);
 /// How long an address is believed.
 const FRESH: Duration = Duration::from_secs(5);
+/// How long after the operator's own beginning a broker that isn't heard is asked again before that is news: the way from a new
+/// pod may open seconds after it (policies are spread node by node), and every job's status would tell of that.
+const BEGINNING: Duration = Duration::from_secs(15);
+/// How long it waits before it asks again.
+const AGAIN: Duration = Duration::from_millis(500);
 /// Largest message: a candidate with its verdict.
 const MOST_BYTES: usize = 32 << 20;
 
@@ -71,6 +76,7 @@ pub struct Brokers {
     namespace: String,
     token_file: PathBuf,
     known: Mutex<HashMap<String, Known>>,
+    began: Instant,
 }
 
 #[derive(Clone, Debug)]
@@ -84,7 +90,7 @@ impl Brokers {
     /// `namespace` is the operator's own, where brokers run.
     #[must_use]
     pub fn new(client: Client, namespace: &str, token_file: PathBuf) -> Self {
-        Self { client, namespace: namespace.into(), token_file, known: Mutex::default() }
+        Self { client, namespace: namespace.into(), token_file, known: Mutex::default(), began: Instant::now() }
     }
 
     /// Where the broker of a pool is; `None` while it has no Service or no certificate.
@@ -163,8 +169,11 @@ impl Brokers {
     /// # Errors
     /// As `put_job`.
     pub async fn job(&self, pool: &str, uid: &str) -> Result<JobFacts, Error> {
-        let request = self.request(GetJobRequest { uid: uid.into() }, CALL)?;
-        Ok(self.client(pool).await?.get_job(request).await.map_err(|s| refused(pool, &s))?.into_inner())
+        let ask = || async move {
+            let request = self.request(GetJobRequest { uid: uid.into() }, CALL)?;
+            Ok(self.client(pool).await?.get_job(request).await.map_err(|s| refused(pool, &s))?.into_inner())
+        };
+        heard(self.began + BEGINNING, ask).await
     }
 
     /// Closes a job; `keep` where it may come back.
@@ -191,8 +200,21 @@ impl Brokers {
     /// # Errors
     /// As `put_job`.
     pub async fn pool(&self, pool: &str) -> Result<PoolFacts, Error> {
-        let request = self.request(GetPoolRequest {}, CALL)?;
-        Ok(self.client(pool).await?.get_pool(request).await.map_err(|s| refused(pool, &s))?.into_inner())
+        let ask = || async move {
+            let request = self.request(GetPoolRequest {}, CALL)?;
+            Ok(self.client(pool).await?.get_pool(request).await.map_err(|s| refused(pool, &s))?.into_inner())
+        };
+        heard(self.began + BEGINNING, ask).await
+    }
+}
+
+/// The answer; that nobody can be reached is asked about again until `end`.
+async fn heard<T, F: Future<Output = Result<T, Error>>>(end: Instant, ask: impl Fn() -> F) -> Result<T, Error> {
+    loop {
+        match ask().await {
+            Err(Error::Unreachable { .. }) if Instant::now() < end => tokio::time::sleep(AGAIN).await,
+            done => return done,
+        }
     }
 }
 
@@ -229,4 +251,29 @@ fn cause(status: &tonic::Status) -> String {
         error = source;
     }
     if std::error::Error::source(status).is_some() { error.to_string() } else { status.message().to_owned() }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use super::*;
+
+    /// What becomes of a broker that answers at the third time, and how often it was asked.
+    async fn asked(end: Instant, error: Error) -> (bool, usize) {
+        let times = AtomicUsize::new(0);
+        let ask = || async { if times.fetch_add(1, Ordering::Relaxed) < 2 { Err(error.clone()) } else { Ok(()) } };
+        (heard(end, ask).await.is_ok(), times.into_inner())
+    }
+
+    #[tokio::test]
+    async fn a_broker_that_is_not_reached_is_asked_again_at_the_operators_beginning_alone() {
+        let (pool, what) = ("p".to_owned(), "x".to_owned());
+        let unreachable = || Error::Unreachable { pool: pool.clone(), what: what.clone() };
+        let later = || Instant::now() + Duration::from_secs(60);
+        assert_eq!(asked(later(), unreachable()).await, (true, 3));
+        assert_eq!(asked(Instant::now(), unreachable()).await, (false, 1));
+        let refuses = Error::Refused { pool, what };
+        assert_eq!(asked(later(), refuses).await, (false, 1), "that is an answer");
+    }
 }

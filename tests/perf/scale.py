@@ -302,8 +302,7 @@ def job(number: int, episodes: int) -> dict[str, Any]:
 def ready_pool() -> bool:
     pool = get("gpupool", "scale")
     conditions = {c["type"]: c["reason"] for c in pool.get("status", {}).get("conditions", [])}
-    # No judge: no agent asks for one.
-    return conditions.get("Ready") == "NoJudges"
+    return conditions.get("Ready") == "JudgesReady"
 
 
 def made(found: list[dict[str, Any]]) -> float:
@@ -313,9 +312,6 @@ def made(found: list[dict[str, Any]]) -> float:
 
 def begin(options: argparse.Namespace, pods: int) -> None:
     """The pool, kwok's nodes and the namespaces."""
-    spec = {"device": "cpu", "replicas": 0}
-    apply([{"apiVersion": API, "kind": "GpuPool", "metadata": {"name": "scale"}, "spec": spec}])
-    wait("the pool's broker", 180, ready_pool)
     fakes = [node(n) for n in range(-(-pods // PODS_A_NODE) + 1)]
     apply(fakes)
 
@@ -325,6 +321,11 @@ def begin(options: argparse.Namespace, pods: int) -> None:
         return len(ready) == len(fakes)
 
     wait("kwok's nodes", 60, ready_nodes)
+    # No agent asks for a judge, so that one that is only said to run will do.
+    judge = {"spec": {"nodeSelector": {"kernelfleet.dev/perf": "fake"}}}
+    spec = {"device": "cpu", "replicas": 1, "podTemplate": judge}
+    apply([{"apiVersion": API, "kind": "GpuPool", "metadata": {"name": "scale"}, "spec": spec}])
+    wait("the pool's broker and judge", 180, ready_pool)
     apply([{"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": f"scale-{n}"}} for n in range(SPACES)])
 
 
