@@ -299,10 +299,18 @@ def job(number: int, episodes: int) -> dict[str, Any]:
     }
 
 
-def ready_pool() -> bool:
-    pool = get("gpupool", "scale")
-    conditions = {c["type"]: c["reason"] for c in pool.get("status", {}).get("conditions", [])}
-    return conditions.get("Ready") == "JudgesReady"
+def pool(replicas: int, ready: str) -> None:
+    """Makes the pool have so many judges, and waits until it says that it is `ready`. Its judges are on fake nodes: no agent asks
+    for one, so that one that is only said to run will do."""
+    judge = {"spec": {"nodeSelector": {"kernelfleet.dev/perf": "fake"}}}
+    spec = {"device": "cpu", "replicas": replicas, "podTemplate": judge}
+    apply([{"apiVersion": API, "kind": "GpuPool", "metadata": {"name": "scale"}, "spec": spec}])
+
+    def said() -> bool:
+        conditions = get("gpupool", "scale").get("status", {}).get("conditions", [])
+        return {c["type"]: c["reason"] for c in conditions}.get("Ready") == ready
+
+    wait(f"the pool to say {ready}", 180, said)
 
 
 def made(found: list[dict[str, Any]]) -> float:
@@ -312,6 +320,8 @@ def made(found: list[dict[str, Any]]) -> float:
 
 def begin(options: argparse.Namespace, pods: int) -> None:
     """The pool, kwok's nodes and the namespaces."""
+    # The broker first: it is a real one, on the real node.
+    pool(0, "NoJudges")
     fakes = [node(n) for n in range(-(-pods // PODS_A_NODE) + 1)]
     apply(fakes)
 
@@ -321,11 +331,7 @@ def begin(options: argparse.Namespace, pods: int) -> None:
         return len(ready) == len(fakes)
 
     wait("kwok's nodes", 60, ready_nodes)
-    # No agent asks for a judge, so that one that is only said to run will do.
-    judge = {"spec": {"nodeSelector": {"kernelfleet.dev/perf": "fake"}}}
-    spec = {"device": "cpu", "replicas": 1, "podTemplate": judge}
-    apply([{"apiVersion": API, "kind": "GpuPool", "metadata": {"name": "scale"}, "spec": spec}])
-    wait("the pool's broker and judge", 180, ready_pool)
+    pool(1, "JudgesReady")
     apply([{"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": f"scale-{n}"}} for n in range(SPACES)])
 
 
