@@ -17,6 +17,7 @@ env-dev: ## the same with ruff, mypy and pytest
 	@agent-image/environment.sh dev
 
 build: ## target/release/kernelfleet
+	@[ -x target/release/kernelfleet ] || echo 'build: the program with its dependencies, about 7 minutes on two cores the first time' >&2
 	cargo build --release --locked
 
 test: env-dev ## everything that a merge is gated by; ends with the counts

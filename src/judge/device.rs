@@ -98,6 +98,7 @@ impl Facts {
                 "memory",
                 "the card's memory is taken by other processes; `nvidia-smi` lists them: run it again when there is room",
             ),
+            client::Error::Refused(fault) => none(fault.message.clone()),
             _ => none(e.to_string()),
         })?;
         runner.close();

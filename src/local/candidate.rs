@@ -128,6 +128,19 @@ pub fn read_batch(folder: &Path) -> Result<Vec<(String, Candidate)>, Error> {
     folders.iter().map(|p| Ok((name(p), read(p)?))).collect()
 }
 
+/// Names of the subfolders that `read_batch` doesn't take for candidates.
+#[must_use]
+pub fn left_out(folder: &Path) -> Vec<String> {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let mut names: Vec<String> = entries
+        .filter(|entry| entry.path().is_dir() && !entry.path().join("model_new.py").is_file())
+        .map(|entry| entry.file_name().to_string_lossy().into_owned())
+        .filter(|name| !name.starts_with('.') && name != "__pycache__")
+        .collect();
+    names.sort();
+    names
+}
+
 /// Writes a candidate's files below `folder`, which is emptied first.
 ///
 /// # Errors

@@ -17,7 +17,7 @@ use super::court::{Real, Unstarted, options, placed};
 use super::environment::{self, Environment};
 use super::progress::{self, Progress, Stage};
 use super::run::{Settings, Trouble};
-use super::summary::summarise;
+use super::summary::{Summary, summarise};
 use super::terminal::{err, out};
 use super::{candidate, choose, doctor, export, render, run};
 use crate::agent::report;
@@ -35,7 +35,7 @@ pub enum Failure {
     Request(String),
     #[error("{0}")]
     Fault(String),
-    #[error("interrupted; what was done is kept, the same command goes on from there")]
+    #[error("interrupted; tasks that are finished are kept, the same command goes on from there")]
     Interrupted,
 }
 
@@ -208,7 +208,14 @@ pub fn judge(arguments: &JudgeArguments) -> Result<(), Failure> {
         (Some(folder), None) => {
             vec![(folder.display().to_string(), candidate::read(folder).map_err(Failure::request)?)]
         }
-        (None, Some(folder)) => candidate::read_batch(folder).map_err(Failure::request)?,
+        (None, Some(folder)) => {
+            let candidates = candidate::read_batch(folder).map_err(Failure::request)?;
+            let left_out = candidate::left_out(folder);
+            if !left_out.is_empty() {
+                err(&format!("kernelfleet: left out, as there is no model_new.py: {}", render::names(&left_out)));
+            }
+            candidates
+        }
         _ => return Err(Failure::Request("one of --candidate DIR and --batch DIR says what is judged".into())),
     };
     let kept = keep_folders(arguments, &task, &candidates)?;
@@ -420,7 +427,7 @@ pub fn run(arguments: &RunArguments) -> Result<(), Failure> {
     }
     let environment = ready(device)?;
     let stop = interrupts();
-    let mut failed = 0;
+    let (mut failed, mut refused, mut tasks) = (0, 0, 0);
     let mut values = Vec::new();
     let chosen: Vec<Chosen> = jobs
         .iter()
@@ -430,8 +437,10 @@ pub fn run(arguments: &RunArguments) -> Result<(), Failure> {
         })
         .collect::<Result<_, Failure>>()?;
     for ((job, given), chosen) in jobs.iter().zip(&chosen) {
-        let (value, text, faults) = one_job(job, given, chosen, device, &environment, arguments, stop)?;
-        failed += faults;
+        let (value, text, summary) = one_job(job, given, chosen, device, &environment, arguments, stop)?;
+        failed += summary.failed;
+        refused += summary.refused;
+        tasks += summary.tasks;
         if arguments.output == Output::Table {
             print(Output::Table, &value, || text)?;
         }
@@ -448,6 +457,9 @@ pub fn run(arguments: &RunArguments) -> Result<(), Failure> {
             "{} not judged because the judge or the endpoint failed; start again to try again",
             if failed == 1 { "1 task was".to_owned() } else { format!("{failed} tasks were") }
         )));
+    }
+    if refused > 0 && refused == tasks {
+        return Err(Failure::Request("every task was refused, so there was nothing to do".into()));
     }
     Ok(())
 }
@@ -560,7 +572,7 @@ fn one_job(
     environment: &Environment,
     arguments: &RunArguments,
     stop: &'static AtomicBool,
-) -> Result<(Value, String, usize), Failure> {
+) -> Result<(Value, String, Summary), Failure> {
     let name = job.metadata.name.clone().unwrap_or_else(|| "job".into());
     let tasks = given.tasks.as_slice();
     let folder = run::task_folder(&arguments.results, &name);
@@ -665,7 +677,7 @@ fn one_job(
         render::run(&name, &outcomes, &summary),
         folder.display()
     );
-    Ok((value, text, summary.failed))
+    Ok((value, text, summary))
 }
 
 /// Tasks at once. On the CPU device whoever else works is measured too, so there it is more than one only where the

@@ -128,6 +128,13 @@ pub fn sentence(verdict: &Verdict) -> String {
         None => text.push_str(", torch.compile was not measured"),
     }
     text.push('.');
+    // Where eager was faster as its baseline was measured, that counts, and the time beside it doesn't say so.
+    if let Some(shown) = verdict.time_us.eager.map(|t| t.median)
+        && eager.median * time_us.median < 0.95 * shown
+    {
+        let counts = time(eager.median * time_us.median);
+        let _ = write!(text, " Eager counts as {counts}, the less that it took when its baseline was measured.");
+    }
     if !verdict.trusted() {
         text.push_str(" Not to be trusted: others used the device while it was measured.");
     }
@@ -157,7 +164,8 @@ fn place(reason: &Reason) -> String {
 }
 
 fn stop(text: &str) -> String {
-    if text.ends_with(['.', '!', '?']) { text.to_owned() } else { format!("{text}.") }
+    // A compiler's caret ends a message as it is.
+    if text.ends_with(['.', '!', '?', '^', '~']) { text.to_owned() } else { format!("{text}.") }
 }
 
 fn table(head: &[&str]) -> Table {

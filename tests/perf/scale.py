@@ -299,18 +299,12 @@ def job(number: int, episodes: int) -> dict[str, Any]:
     }
 
 
-def pool(replicas: int, ready: str) -> None:
-    """Makes the pool have so many judges, and waits until it says that it is `ready`. Its judges are on fake nodes: no agent asks
-    for one, so that one that is only said to run will do."""
-    judge = {"spec": {"nodeSelector": {"kernelfleet.dev/perf": "fake"}}}
-    spec = {"device": "cpu", "replicas": replicas, "podTemplate": judge}
-    apply([{"apiVersion": API, "kind": "GpuPool", "metadata": {"name": "scale"}, "spec": spec}])
-
+def wait_for_pool(reason: str) -> None:
     def said() -> bool:
         conditions = get("gpupool", "scale").get("status", {}).get("conditions", [])
-        return {c["type"]: c["reason"] for c in conditions}.get("Ready") == ready
+        return {c["type"]: c["reason"] for c in conditions}.get("Ready") == reason
 
-    wait(f"the pool to say {ready}", 180, said)
+    wait(f"the pool to say {reason}", 180, said)
 
 
 def made(found: list[dict[str, Any]]) -> float:
@@ -320,8 +314,11 @@ def made(found: list[dict[str, Any]]) -> float:
 
 def begin(options: argparse.Namespace, pods: int) -> None:
     """The pool, kwok's nodes and the namespaces."""
-    # The broker first: it is a real one, on the real node.
-    pool(0, "NoJudges")
+    # The broker first: it is a real one, on the real node. No agent asks for a judge, so that one that is only said to run will do.
+    judge = {"spec": {"nodeSelector": {"kernelfleet.dev/perf": "fake"}}}
+    spec = {"device": "cpu", "replicas": 0, "podTemplate": judge}
+    apply([{"apiVersion": API, "kind": "GpuPool", "metadata": {"name": "scale"}, "spec": spec}])
+    wait_for_pool("NoJudges")
     fakes = [node(n) for n in range(-(-pods // PODS_A_NODE) + 1)]
     apply(fakes)
 
@@ -331,7 +328,8 @@ def begin(options: argparse.Namespace, pods: int) -> None:
         return len(ready) == len(fakes)
 
     wait("kwok's nodes", 60, ready_nodes)
-    pool(1, "JudgesReady")
+    kubectl("patch", "gpupool", "scale", "--type=merge", "-p", json.dumps({"spec": {"replicas": 1}}))
+    wait_for_pool("JudgesReady")
     apply([{"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": f"scale-{n}"}} for n in range(SPACES)])
 
 
