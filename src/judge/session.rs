@@ -1045,6 +1045,14 @@ impl Session {
         Ok(())
     }
 
+    /// Asks the host for times, while the library helper stands still: a runner can leave it work to do beside them.
+    pub(super) fn beside_nobody<T>(&mut self, ask: impl FnOnce(&mut Forked) -> T) -> T {
+        self.helper.iter().for_each(Forked::freeze);
+        let answer = ask(&mut self.host);
+        self.helper.iter().for_each(Forked::thaw);
+        answer
+    }
+
     /// The helper that runs library calls on the CPU, forked when first needed.
     pub(super) fn helper(&mut self) -> Result<&mut Forked, Error> {
         if self.helper.is_none() {

@@ -16,6 +16,9 @@ pub const MAX_BYTES: usize = 64 << 20;
 /// Most descriptors in one frame.
 pub const MAX_FDS: usize = 250;
 
+/// Most descriptors that the kernel sends at once: with room for them all none is cut off, and all that came are closed.
+const SCM_MAX_FD: usize = 253;
+
 /// How long an end that must not be late looks for an answer before it sleeps: waking up takes as long as many a kernel.
 const AWAKE: Duration = Duration::from_millis(50);
 
@@ -162,13 +165,16 @@ impl Channel {
                     continue;
                 }
             }
-            let mut space = nix::cmsg_space!([RawFd; MAX_FDS]);
+            let mut space = nix::cmsg_space!([RawFd; SCM_MAX_FD]);
             let mut slices = [IoSliceMut::new(buffer)];
             let got =
                 match recvmsg::<()>(self.stream.as_raw_fd(), &mut slices, Some(&mut space), MsgFlags::MSG_CMSG_CLOEXEC)
                 {
                     Ok(message) => {
-                        for control in message.cmsgs().map_err(|e| Error::Io(e.into()))? {
+                        let controls = message.cmsgs();
+                        for control in
+                            controls.map_err(|e| Error::Malformed(format!("descriptors that don't fit: {e}")))?
+                        {
                             if let ControlMessageOwned::ScmRights(raw) = control {
                                 // SAFETY: the kernel has just installed these descriptors for us alone.
                                 fds.extend(raw.into_iter().map(|fd| unsafe { OwnedFd::from_raw_fd(fd) }));
@@ -182,6 +188,9 @@ impl Channel {
                 };
             if got == 0 {
                 return Err(Error::Closed);
+            }
+            if fds.len() > MAX_FDS {
+                return Err(Error::Malformed(format!("more than {MAX_FDS} descriptors")));
             }
             buffer = &mut buffer[got..];
         }

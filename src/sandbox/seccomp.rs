@@ -20,6 +20,7 @@ const TRAP: u32 = 0x0003_0000;
 const NR: u32 = 0;
 const ARCH: u32 = 4;
 const ARG0: u32 = 16;
+const ARG1: u32 = 24;
 
 #[cfg(target_arch = "x86_64")]
 const AUDIT_ARCH: u32 = 0xC000_003E;
@@ -98,7 +99,8 @@ const NOBODY: &[c_long] = &[
 const ABSENT: &[c_long] =
     &[libc::SYS_clone3, libc::SYS_io_uring_setup, libc::SYS_io_uring_enter, libc::SYS_io_uring_register];
 
-/// Ways to leave a session or to signal others: for children that start no processes.
+/// Ways to leave a session or to signal others, or oneself at a later time: for children that start no processes, and are stopped
+/// whenever they aren't asked. A timer that sends SIGCONT would wake them.
 const SIGNALS: &[c_long] = &[
     libc::SYS_setsid,
     libc::SYS_setpgid,
@@ -106,7 +108,10 @@ const SIGNALS: &[c_long] = &[
     libc::SYS_tkill,
     libc::SYS_rt_sigqueueinfo,
     libc::SYS_rt_tgsigqueueinfo,
+    libc::SYS_timer_create,
 ];
+/// Command of `fcntl` that chooses the signal for news of a file. (libc has no name for it.)
+const F_SETSIG: u32 = 10;
 
 /// Flags of `clone` that make a namespace: in one of its own a child would be root again.
 const NAMESPACES: i32 = libc::CLONE_NEWNS
@@ -177,6 +182,13 @@ fn program(role: Role) -> Vec<sock_filter> {
         for call in [libc::SYS_fork, libc::SYS_vfork] {
             refuse(&mut program, call, libc::EPERM);
         }
+        program.extend([
+            instruction(JEQ_K, 0, 4, number(libc::SYS_fcntl)),
+            instruction(LD_W_ABS, 0, 0, ARG1),
+            instruction(JEQ_K, 0, 1, F_SETSIG),
+            instruction(RET_K, 0, 0, ERRNO | number(c_long::from(libc::EPERM))),
+            instruction(RET_K, 0, 0, ALLOW),
+        ]);
         // A clone that makes no thread is a fork.
         program.extend([
             instruction(JEQ_K, 0, 4, number(libc::SYS_clone)),
@@ -339,7 +351,8 @@ mod tests {
                     word = match i.k {
                         NR => nr,
                         ARCH => arch,
-                        ARG0 => arg0,
+                        // No filter looks at both.
+                        ARG0 | ARG1 => arg0,
                         other => unreachable!("offset {other}"),
                     }
                 }
@@ -386,6 +399,24 @@ mod tests {
             }
             assert_eq!(decide(&program(role), 0x4000_0003, 11, 0), KILL_PROCESS, "a 32-bit call");
             assert_eq!(decide(&program(role), AUDIT_ARCH, X32 | 59, 0), KILL_PROCESS, "a call of the x32 ABI");
+        }
+    }
+
+    #[test]
+    fn what_is_stopped_has_no_clock_that_wakes_it() {
+        for program in [recorder(), process_cuda(), runner_cpu(), runner_cuda()] {
+            let program: Vec<sock_filter> = program
+                .chunks(8)
+                .map(|i| {
+                    let half = |at: usize| u16::from_ne_bytes([i[at], i[at + 1]]);
+                    instruction(half(0), i[2], i[3], u32::from_ne_bytes([i[4], i[5], i[6], i[7]]))
+                })
+                .collect();
+            assert_eq!(decide(&program, AUDIT_ARCH, number(libc::SYS_timer_create), 0), refused(libc::EPERM));
+            assert_eq!(decide(&program, AUDIT_ARCH, number(libc::SYS_fcntl), F_SETSIG), refused(libc::EPERM));
+            for usual in [libc::F_DUPFD_CLOEXEC, libc::F_SETFL, libc::F_GETFD, libc::F_ADD_SEALS] {
+                assert_eq!(decide(&program, AUDIT_ARCH, number(libc::SYS_fcntl), number(usual.into())), ALLOW);
+            }
         }
     }
 

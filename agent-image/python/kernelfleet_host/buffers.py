@@ -19,7 +19,8 @@ from kernelfleet_zygote import Refused
 PAGE = 4096
 _CHUNK = 64 << 20
 _F_ADD_SEALS = 1033
-_SEAL_SHRINK_GROW = 0x2 | 0x4
+_SEALS = 0x1 | 0x2 | 0x4
+"""No shrinking, no growing, and no further seals: a candidate could keep everybody from writing otherwise."""
 
 
 class Shared(Protocol):
@@ -43,7 +44,7 @@ class CpuShared:
         self._fd = os.memfd_create("kernelfleet", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self._fd, self.size)
-            fcntl.fcntl(self._fd, _F_ADD_SEALS, _SEAL_SHRINK_GROW)
+            fcntl.fcntl(self._fd, _F_ADD_SEALS, _SEALS)
             self._map = mmap.mmap(self._fd, self.size, mmap.MAP_SHARED)
         except BaseException:
             os.close(self._fd)

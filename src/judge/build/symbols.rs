@@ -23,10 +23,18 @@ const NAMES: &[(&str, &str, &str)] = &[
     ("_ZN2at4cuda4blas", "framework_operator", DIRECT),
     ("_ZN2at9functionalization", "framework_operator", DIRECT),
     ("cblas_", "library_not_allowed", LIBRARY),
-    ("sgemm_", "library_not_allowed", LIBRARY),
-    ("dgemm_", "library_not_allowed", LIBRARY),
-    ("sgemv_", "library_not_allowed", LIBRARY),
+    ("_ZN3c1010Dispatcher", "framework_operator", DIRECT),
+    ("_ZNK3c1010Dispatcher", "framework_operator", DIRECT),
+    ("sgemm", "library_not_allowed", LIBRARY),
+    ("dgemm", "library_not_allowed", LIBRARY),
+    ("sgemv", "library_not_allowed", LIBRARY),
+    ("dgemv", "library_not_allowed", LIBRARY),
+    ("SGEM", "library_not_allowed", LIBRARY),
+    ("DGEM", "library_not_allowed", LIBRARY),
     ("mkl_", "library_not_allowed", LIBRARY),
+    ("MKL_", "library_not_allowed", LIBRARY),
+    ("_ZN6fbgemm", "library_not_allowed", LIBRARY),
+    ("xnn_", "library_not_allowed", LIBRARY),
     ("dnnl_", "library_not_allowed", LIBRARY),
     ("_ZN4dnnl", "library_not_allowed", LIBRARY),
     ("dlopen", "library_not_allowed", LOADS),
@@ -34,6 +42,8 @@ const NAMES: &[(&str, &str, &str)] = &[
     ("dlsym", "library_not_allowed", LOADS),
     ("dlvsym", "library_not_allowed", LOADS),
     ("__libc_dl", "library_not_allowed", LOADS),
+    ("dl_iterate_phdr", "library_not_allowed", LOADS),
+    ("_r_debug", "library_not_allowed", LOADS),
     ("_ZN2at14clearCallbacks", "trace_failed", BLINDS),
     ("_ZN2at20clearGlobalCallbacks", "trace_failed", BLINDS),
     ("_ZN2at25clearThreadLocalCallbacks", "trace_failed", BLINDS),
@@ -41,6 +51,7 @@ const NAMES: &[(&str, &str, &str)] = &[
     ("_ZN2at15disableCallback", "trace_failed", BLINDS),
     ("_ZN2at20enableRecordFunction", "trace_failed", BLINDS),
     ("_ZN2at19RecordFunctionGuard", "trace_failed", BLINDS),
+    ("_ZN2at27set_record_function_tls_", "trace_failed", BLINDS),
 ];
 
 /// The first symbol that a candidate's library may not take from elsewhere. `None` of what is no library too: it can't be loaded.
@@ -131,6 +142,22 @@ mod tests {
         assert_eq!(
             refused("extern \"C\" void cblas_sgemm(); void f() { cblas_sgemm(); }"),
             Some("library_not_allowed")
+        );
+        for name in ["sgemm", "SGEMM", "sgemm_", "MKL_SGEMM", "dl_iterate_phdr"] {
+            let source = format!("extern \"C\" void {name}() __attribute__((weak)); void f() {{ {name}(); }}");
+            assert_eq!(refused(&source), Some("library_not_allowed"), "{name}");
+        }
+        assert_eq!(
+            refused(
+                "namespace c10 { struct Dispatcher { static void* realSingleton(); }; } void* f() { return c10::Dispatcher::realSingleton(); }"
+            ),
+            Some("framework_operator")
+        );
+        assert_eq!(
+            refused(
+                "namespace at { void set_record_function_tls_(int*); } void f() { at::set_record_function_tls_(0); }"
+            ),
+            Some("trace_failed")
         );
         assert_eq!(
             refused("extern \"C\" void* dlopen(const char*, int); void* f() { return dlopen(0, 1); }"),

@@ -75,10 +75,8 @@ impl Timed {
 }
 
 pub(super) fn eager(session: &mut Session, slots: &[usize]) -> Result<Timed, Stop> {
-    let frame = session
-        .host
-        .ask(&json!({"op": "eager", "slots": slots}), &[], MINUTES)
-        .map_err(|e| task_error(&session.fixed.task, e))?;
+    let asked = session.beside_nobody(|host| host.ask(&json!({"op": "eager", "slots": slots}), &[], MINUTES));
+    let frame = asked.map_err(|e| task_error(&session.fixed.task, e))?;
     let timed = Timed::of(&frame.body);
     if timed.times.len() != slots.len() {
         return Err(Error::Fault("the reference host gave no time for a sample".into()).into());

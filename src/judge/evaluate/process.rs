@@ -772,7 +772,8 @@ fn watched(called: &Called, most_threads: usize, threads: usize) -> Result<(), S
         ));
     }
     for name in called.operators.keys() {
-        let (space, base) = name.split_once("::").unwrap_or(("aten", name));
+        // A name without a namespace is a class of the candidate's (torch.autograd.Function): what it calls has names of its own.
+        let Some((space, base)) = name.split_once("::") else { continue };
         if FRAMEWORK.contains(&space) && !HARMLESS.contains(&base) {
             let hint = "write it in the extension: allocation and views are what the framework may be asked for";
             return Err(Stop::Candidate(Box::new(Reason {
@@ -997,6 +998,8 @@ mod tests {
             "",
             "an operator that the candidate registered"
         );
+        assert_eq!(code(&called(&["aten::empty", "LeakyFunction"], 0), 4), "", "a torch.autograd.Function of its own");
+        assert_eq!(code(&called(&["aten::empty", "LeakyFunction", "aten::mm"], 0), 4), "framework_operator");
     }
 
     #[test]

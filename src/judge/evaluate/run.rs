@@ -71,11 +71,12 @@ impl Run {
         let only = if self.names.len() == 1 { Some(0) } else { None };
         match error {
             RunnerError::Refused(fault) => {
-                let mut stop = at(&fault.code, fault.message, fault.node.or(only));
+                let (code, message) = spoken(&fault.code, &fault.message);
+                let mut stop = at(&code, message, fault.node.or(only));
                 if let Stop::Candidate(reason) = &mut stop
                     && reason.launch.is_none()
                 {
-                    reason.launch = fault.kernel;
+                    reason.launch = fault.kernel.map(|name| printable(&name, 200));
                 }
                 stop
             }
@@ -87,6 +88,21 @@ impl Run {
             RunnerError::Io { .. } => Stop::Error(Error::Fault(error.to_string())),
         }
     }
+}
+
+/// What a runner says of itself is a candidate's word on the CPU: no code that means something else to the judge, and nothing
+/// that a terminal acts on.
+fn spoken(code: &str, message: &str) -> (String, String) {
+    const OURS: [&str; 4] = ["timeout", "clocks_disagree", "forged_reply", "crash"];
+    let plain = code.len() <= 40 && code.chars().all(|c| c.is_ascii_lowercase() || c == '_') && !code.is_empty();
+    if plain && !OURS.contains(&code) {
+        return (code.to_owned(), printable(message, 4000));
+    }
+    ("forged_reply".to_owned(), format!("the runner answered with a code that is none: {}", printable(code, 40)))
+}
+
+fn printable(text: &str, most: usize) -> String {
+    text.chars().take(most).map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
 }
 
 /// Empty plans that a CPU runner is asked for before it loads one.
@@ -276,4 +292,20 @@ fn load_helper(
         other => Stop::Error(Error::Fault(other.to_string())),
     })?;
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_runner_says_neither_what_a_terminal_acts_on_nor_what_the_judge_alone_finds() {
+        let own = ("illegal_access".to_owned(), "at\u{fffd}x".to_owned());
+        assert_eq!(spoken("illegal_access", "at\u{1b}x"), own);
+        for code in ["\u{1b}[32maccepted", "", "Accepted", "timeout", "clocks_disagree", "crash", &"a".repeat(41)] {
+            let (told, message) = spoken(code, "correct: yes");
+            assert_eq!(told, "forged_reply", "{code:?}");
+            assert!(!message.chars().any(char::is_control) && !message.contains("correct: yes"), "{message:?}");
+        }
+    }
 }
