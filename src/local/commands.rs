@@ -373,17 +373,22 @@ fn judge_candidates(
     let mut session = judge.open(task).map_err(failed)?;
     let only: Vec<Candidate> = candidates.iter().map(|(_, c)| c.clone()).collect();
     let mut verdicts = Vec::new();
-    session
-        .judge_batch(&only, Effort::Final, |index, verdict| {
-            done.fetch_add(1, Ordering::Relaxed);
-            if let Some((name, _)) = candidates.get(index) {
-                tracing::info!(candidate = name, reward = verdict.reward, "judged");
-                verdicts.push((index, (name.clone(), verdict)));
-            }
-        })
-        .map_err(failed)?;
+    let ended = session.judge_batch(&only, Effort::Final, |index, verdict| {
+        done.fetch_add(1, Ordering::Relaxed);
+        if let Some((name, _)) = candidates.get(index) {
+            tracing::info!(candidate = name, reward = verdict.reward, "judged");
+            verdicts.push((index, (name.clone(), verdict)));
+        }
+    });
     stage.end();
     verdicts.sort_by_key(|(index, _)| *index);
+    if let Err(error) = ended {
+        // What was judged by then is nobody's to lose.
+        for (_, (name, verdict)) in verdicts.iter().filter(|_| all > 1) {
+            err(&format!("judged before: {name}: reward {}. {}", render::reward(verdict), render::sentence(verdict)));
+        }
+        return Err(failed(error));
+    }
     Ok(verdicts.into_iter().map(|(_, judged)| judged).collect())
 }
 

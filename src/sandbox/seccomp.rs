@@ -99,8 +99,7 @@ const NOBODY: &[c_long] = &[
 const ABSENT: &[c_long] =
     &[libc::SYS_clone3, libc::SYS_io_uring_setup, libc::SYS_io_uring_enter, libc::SYS_io_uring_register];
 
-/// Ways to leave a session or to signal others, or oneself at a later time: for children that start no processes, and are stopped
-/// whenever they aren't asked. A timer that sends SIGCONT would wake them.
+/// Ways to leave a session or to signal others: for children that start no processes.
 const SIGNALS: &[c_long] = &[
     libc::SYS_setsid,
     libc::SYS_setpgid,
@@ -108,7 +107,6 @@ const SIGNALS: &[c_long] = &[
     libc::SYS_tkill,
     libc::SYS_rt_sigqueueinfo,
     libc::SYS_rt_tgsigqueueinfo,
-    libc::SYS_timer_create,
 ];
 /// Command of `fcntl` that chooses the signal for news of a file. (libc has no name for it.)
 const F_SETSIG: u32 = 10;
@@ -133,6 +131,8 @@ struct Role {
     programs: bool,
     /// May open local sockets; others it never may.
     unix: bool,
+    /// Is stopped whenever it isn't asked, and so may signal itself at no later time: a timer that sends SIGCONT would wake it.
+    stopped: bool,
     /// Runs whatever an agent thinks of: no memory that is in no process and in no folder, and no limits of others.
     anything: bool,
 }
@@ -182,18 +182,21 @@ fn program(role: Role) -> Vec<sock_filter> {
         for call in [libc::SYS_fork, libc::SYS_vfork] {
             refuse(&mut program, call, libc::EPERM);
         }
-        program.extend([
-            instruction(JEQ_K, 0, 4, number(libc::SYS_fcntl)),
-            instruction(LD_W_ABS, 0, 0, ARG1),
-            instruction(JEQ_K, 0, 1, F_SETSIG),
-            instruction(RET_K, 0, 0, ERRNO | number(c_long::from(libc::EPERM))),
-            instruction(RET_K, 0, 0, ALLOW),
-        ]);
         // A clone that makes no thread is a fork.
         program.extend([
             instruction(JEQ_K, 0, 4, number(libc::SYS_clone)),
             instruction(LD_W_ABS, 0, 0, ARG0),
             instruction(JSET_K, 1, 0, number(c_long::from(libc::CLONE_THREAD))),
+            instruction(RET_K, 0, 0, ERRNO | number(c_long::from(libc::EPERM))),
+            instruction(RET_K, 0, 0, ALLOW),
+        ]);
+    }
+    if role.stopped {
+        refuse(&mut program, libc::SYS_timer_create, libc::EPERM);
+        program.extend([
+            instruction(JEQ_K, 0, 4, number(libc::SYS_fcntl)),
+            instruction(LD_W_ABS, 0, 0, ARG1),
+            instruction(JEQ_K, 0, 1, F_SETSIG),
             instruction(RET_K, 0, 0, ERRNO | number(c_long::from(libc::EPERM))),
             instruction(RET_K, 0, 0, ALLOW),
         ]);
@@ -238,38 +241,38 @@ fn program(role: Role) -> Vec<sock_filter> {
 /// A recording of a candidate: Python, no processes, no sockets.
 #[must_use]
 pub fn recorder() -> Vec<u8> {
-    bytes(&program(Role { processes: false, programs: false, unix: false, anything: false }))
+    bytes(&program(Role { processes: false, programs: false, unix: false, stopped: true, anything: false }))
 }
 
 /// A candidate's own process on a card: as a recording, but the driver may open local sockets.
 #[must_use]
 pub fn process_cuda() -> Vec<u8> {
-    bytes(&program(Role { processes: false, programs: false, unix: true, anything: false }))
+    bytes(&program(Role { processes: false, programs: false, unix: true, stopped: false, anything: false }))
 }
 
 /// A compiler on hostile sources.
 #[must_use]
 pub fn builder() -> Vec<u8> {
-    bytes(&program(Role { processes: true, programs: true, unix: false, anything: false }))
+    bytes(&program(Role { processes: true, programs: true, unix: false, stopped: false, anything: false }))
 }
 
 /// A candidate's library on the CPU: threads, no processes, no sockets. The runner forbids programs itself, with
 /// `forbid_programs`, before it loads the library.
 #[must_use]
 pub fn runner_cpu() -> Vec<u8> {
-    bytes(&program(Role { processes: false, programs: true, unix: false, anything: false }))
+    bytes(&program(Role { processes: false, programs: true, unix: false, stopped: true, anything: false }))
 }
 
 /// The GPU runner: the driver may open local sockets.
 #[must_use]
 pub fn runner_cuda() -> Vec<u8> {
-    bytes(&program(Role { processes: false, programs: true, unix: true, anything: false }))
+    bytes(&program(Role { processes: false, programs: true, unix: true, stopped: false, anything: false }))
 }
 
 /// As `runner_cuda`, but what it refuses arrives as a signal first: for a process that watches (`refused::watch`).
 #[must_use]
 pub fn runner_cuda_told() -> Vec<u8> {
-    let mut program = program(Role { processes: false, programs: true, unix: true, anything: false });
+    let mut program = program(Role { processes: false, programs: true, unix: true, stopped: false, anything: false });
     let refusal = number(c_long::from(libc::EPERM));
     for i in &mut program {
         if i.code == RET_K && i.k == ERRNO | refusal {
@@ -282,13 +285,13 @@ pub fn runner_cuda_told() -> Vec<u8> {
 /// A reference host: it compiles, so it starts processes.
 #[must_use]
 pub fn host() -> Vec<u8> {
-    bytes(&program(Role { processes: true, programs: true, unix: true, anything: false }))
+    bytes(&program(Role { processes: true, programs: true, unix: true, stopped: false, anything: false }))
 }
 
 /// An agent's commands: shells, compilers, interpreters, and the server that starts them.
 #[must_use]
 pub fn sandbox() -> Vec<u8> {
-    bytes(&program(Role { processes: true, programs: true, unix: true, anything: true }))
+    bytes(&program(Role { processes: true, programs: true, unix: true, stopped: false, anything: true }))
 }
 
 /// Takes from this process, all its threads included, the right to start programs, and from others of its user
@@ -366,13 +369,13 @@ mod tests {
     }
 
     const ROLES: [Role; 7] = [
-        Role { processes: false, programs: false, unix: false, anything: false },
-        Role { processes: false, programs: true, unix: false, anything: false },
-        Role { processes: false, programs: true, unix: true, anything: false },
-        Role { processes: true, programs: true, unix: false, anything: false },
-        Role { processes: true, programs: true, unix: true, anything: false },
-        Role { processes: true, programs: true, unix: true, anything: true },
-        Role { processes: false, programs: false, unix: true, anything: false },
+        Role { processes: false, programs: false, unix: false, stopped: true, anything: false },
+        Role { processes: false, programs: true, unix: false, stopped: true, anything: false },
+        Role { processes: false, programs: true, unix: true, stopped: false, anything: false },
+        Role { processes: true, programs: true, unix: false, stopped: false, anything: false },
+        Role { processes: true, programs: true, unix: true, stopped: false, anything: false },
+        Role { processes: true, programs: true, unix: true, stopped: false, anything: true },
+        Role { processes: false, programs: false, unix: true, stopped: false, anything: false },
     ];
 
     fn call(role: Role, nr: c_long, arg0: i32) -> u32 {
@@ -404,7 +407,7 @@ mod tests {
 
     #[test]
     fn what_is_stopped_has_no_clock_that_wakes_it() {
-        for program in [recorder(), process_cuda(), runner_cpu(), runner_cuda()] {
+        for program in [recorder(), runner_cpu()] {
             let program: Vec<sock_filter> = program
                 .chunks(8)
                 .map(|i| {
