@@ -265,7 +265,7 @@ fn an_interrupted_run_ends_soon_leaves_nothing_and_goes_on() {
     let status = child.wait().unwrap();
     assert_eq!(status.code(), Some(130), "{rest:?}");
     assert!(began.elapsed() < Duration::from_secs(10));
-    assert!(rest.iter().any(|l| l.contains("interrupted; what was done is kept")), "{rest:?}");
+    assert!(rest.iter().any(|l| l.contains("interrupted; tasks that are finished are kept")), "{rest:?}");
     assert_eq!(std::fs::read_dir(&temp).unwrap().count(), 0, "folders are left");
     assert!(!home.path().join("r/small/chain/outcome.json").exists());
 }

@@ -299,12 +299,11 @@ def job(number: int, episodes: int) -> dict[str, Any]:
     }
 
 
-def wait_for_pool(reason: str) -> None:
-    def said() -> bool:
-        conditions = get("gpupool", "scale").get("status", {}).get("conditions", [])
-        return {c["type"]: c["reason"] for c in conditions}.get("Ready") == reason
-
-    wait(f"the pool to say {reason}", 180, said)
+def ready_pool() -> bool:
+    pool = get("gpupool", "scale")
+    conditions = {c["type"]: c["reason"] for c in pool.get("status", {}).get("conditions", [])}
+    # No judge: no agent asks for one.
+    return conditions.get("Ready") == "NoJudges"
 
 
 def made(found: list[dict[str, Any]]) -> float:
@@ -314,11 +313,9 @@ def made(found: list[dict[str, Any]]) -> float:
 
 def begin(options: argparse.Namespace, pods: int) -> None:
     """The pool, kwok's nodes and the namespaces."""
-    # The broker first: it is a real one, on the real node. No agent asks for a judge, so that one that is only said to run will do.
-    judge = {"spec": {"nodeSelector": {"kernelfleet.dev/perf": "fake"}}}
-    spec = {"device": "cpu", "replicas": 0, "podTemplate": judge}
+    spec = {"device": "cpu", "replicas": 0}
     apply([{"apiVersion": API, "kind": "GpuPool", "metadata": {"name": "scale"}, "spec": spec}])
-    wait_for_pool("NoJudges")
+    wait("the pool's broker", 180, ready_pool)
     fakes = [node(n) for n in range(-(-pods // PODS_A_NODE) + 1)]
     apply(fakes)
 
@@ -328,8 +325,6 @@ def begin(options: argparse.Namespace, pods: int) -> None:
         return len(ready) == len(fakes)
 
     wait("kwok's nodes", 60, ready_nodes)
-    kubectl("patch", "gpupool", "scale", "--type=merge", "-p", json.dumps({"spec": {"replicas": 1}}))
-    wait_for_pool("JudgesReady")
     apply([{"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": f"scale-{n}"}} for n in range(SPACES)])
 
 

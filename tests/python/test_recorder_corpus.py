@@ -27,6 +27,7 @@ AT_RUN = {
     "dtype",
     "impossible",
     "library_not_allowed",
+    "forged_reply",
 }
 """Codes of later stages: the recording succeeds."""
 

@@ -51,7 +51,7 @@ const NAMES: &[(&str, &str, &str)] = &[
     ("_ZN2at15disableCallback", "trace_failed", BLINDS),
     ("_ZN2at20enableRecordFunction", "trace_failed", BLINDS),
     ("_ZN2at19RecordFunctionGuard", "trace_failed", BLINDS),
-    ("_ZN2at27set_record_function_tls_", "trace_failed", BLINDS),
+    ("_ZN2at24set_record_function_tls_", "trace_failed", BLINDS),
 ];
 
 /// The first symbol that a candidate's library may not take from elsewhere. `None` of what is no library too: it can't be loaded.
