@@ -9,7 +9,6 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
@@ -263,7 +262,6 @@ impl Zygote {
             member: Leash::join(pid, confinement.user.map(|u| u.0)),
             life: Arc::clone(&self.life),
             lost: false,
-            still: Stillness::default(),
             isolation: Vec::new(),
             scratch: None,
         };
@@ -292,7 +290,6 @@ pub struct Forked {
     life: Arc<Life>,
     /// It gave no answer, or none that could be read: the next one that is read may be of an earlier question.
     lost: bool,
-    still: Stillness,
     pub isolation: Vec<String>,
     /// Its working folder, removed after it.
     pub scratch: Option<tempfile::TempDir>,
@@ -355,9 +352,6 @@ impl Forked {
         if let Err(error) = self.channel.send(body, &[]) {
             return Err(self.seen(gone(&self.role, op, &error)));
         }
-        if self.still.broken(self.pid) {
-            return Err(self.seen(gone(&self.role, op, &wire::Error::Malformed(WOKE.into()))));
-        }
         let start = Instant::now();
         self.thaw();
         let received = self.channel.receive(Some(timeout));
@@ -385,7 +379,6 @@ impl Forked {
                 std::thread::sleep(Duration::from_micros(50));
             }
         }
-        self.still.begin(self.pid);
         true
     }
 
@@ -429,7 +422,6 @@ impl Forked {
 
     /// Lets it run again.
     pub fn thaw(&self) {
-        self.still.0.store(0, Ordering::Relaxed);
         signal(self.pid, libc::SIGCONT);
     }
 }
@@ -443,42 +435,6 @@ impl Drop for Forked {
         }
     }
 }
-
-/// Processor time of a process that is stopped, by which it is known whether it stayed so: whatever wakes it, work takes time.
-#[derive(Debug, Default)]
-pub struct Stillness(AtomicU64);
-
-impl Stillness {
-    /// What a stop itself may still take after it is seen.
-    const MOST: Duration = Duration::from_millis(1);
-
-    /// It has stopped.
-    pub fn begin(&self, pid: i32) {
-        self.0.store(used(pid), Ordering::Relaxed);
-    }
-
-    /// It is let go on: whether it has worked since `begin`.
-    pub fn broken(&self, pid: i32) -> bool {
-        let before = self.0.swap(0, Ordering::Relaxed);
-        before > 0 && used(pid).saturating_sub(before) > u64::try_from(Self::MOST.as_nanos()).unwrap_or(u64::MAX)
-    }
-}
-
-/// Processor time of all threads of a process since its start, nanoseconds; 0 where it can't be told.
-fn used(pid: i32) -> u64 {
-    // As clock_getcpuclockid(3) makes it: the process's scheduler clock.
-    let clock = (!pid << 3) | 2;
-    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: `time` is valid for a write; a clock of a process that is gone gives an error.
-    if unsafe { libc::clock_gettime(clock, &raw mut time) } != 0 {
-        return 0;
-    }
-    let part = |x: i64| u64::try_from(x).unwrap_or(0);
-    part(time.tv_sec) * 1_000_000_000 + part(time.tv_nsec)
-}
-
-/// What is told of a process that broke its stillness.
-pub const WOKE: &str = "it worked while it was stopped";
 
 /// Whether no thread of a process runs or will: each is stopped or has ended.
 fn stopped(pid: i32) -> bool {
@@ -514,38 +470,4 @@ pub fn python_command(
         .env("LANG", "C.UTF-8")
         .envs(env);
     command
-}
-
-#[cfg(test)]
-#[allow(clippy::unwrap_used)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_stopped_process_that_something_wakes_is_known_by_its_processor_time() {
-        let mut child = Command::new("sh").args(["-c", "while :; do :; done"]).spawn().unwrap();
-        let pid = i32::try_from(child.id()).unwrap();
-        let stop = || {
-            signal(pid, libc::SIGSTOP);
-            while !stopped(pid) {
-                std::thread::sleep(Duration::from_millis(1));
-            }
-        };
-        let still = Stillness::default();
-        assert!(!still.broken(pid), "it was never stopped");
-        stop();
-        still.begin(pid);
-        std::thread::sleep(Duration::from_millis(50));
-        assert!(!still.broken(pid));
-        still.begin(pid);
-        signal(pid, libc::SIGCONT);
-        let before = used(pid);
-        while used(pid) < before + 5_000_000 {
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        stop();
-        assert!(still.broken(pid));
-        child.kill().unwrap();
-        child.wait().unwrap();
-    }
 }

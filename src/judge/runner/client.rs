@@ -23,7 +23,7 @@ use super::{
     REFUSED_CALLS, Sample, output_buffers,
 };
 use crate::judge::leash::{Leash, Member};
-use crate::judge::process::{self, Stillness, WOKE};
+use crate::judge::process;
 use crate::judge::wire::{Channel, Error as WireError, Frame};
 use crate::plan::{BufferKind, Device, Plan};
 
@@ -131,7 +131,6 @@ pub struct Runner {
     member: Member,
     device: Device,
     stopped: bool,
-    still: Stillness,
     over: bool,
     /// Number of the last request; an honest runner echoes it, so that an answer that was forged early is
     /// found out when the true one comes in the next one's place.
@@ -178,17 +177,7 @@ impl Runner {
         // The command owns the child's end: while it lived, the end of the child would not close the socket.
         drop(command);
         let member = Leash::join(i32::try_from(child.id()).unwrap_or(0), None);
-        Ok(Self {
-            channel,
-            child,
-            member,
-            device,
-            stopped: false,
-            still: Stillness::default(),
-            over: false,
-            id: 0,
-            refused: Vec::new(),
-        })
+        Ok(Self { channel, child, member, device, stopped: false, over: false, id: 0, refused: Vec::new() })
     }
 
     /// Process id.
@@ -407,7 +396,6 @@ impl Runner {
                 Some(libc::CLD_STOPPED) => {
                     self.state(libc::WSTOPPED)?;
                     self.stopped = true;
-                    self.still.begin(i32::try_from(self.pid()).unwrap_or(0));
                     return self.must_be_silent("stop");
                 }
                 Some(_) => return Err(self.crashed("stop")),
@@ -430,9 +418,6 @@ impl Runner {
     /// # Errors
     /// `Io` when the process is gone.
     pub fn cont(&mut self) -> Result<(), Error> {
-        if self.stopped && self.still.broken(i32::try_from(self.pid()).unwrap_or(0)) {
-            return Err(forged("cont", WOKE));
-        }
         self.signal(libc::SIGCONT).map_err(|e| io("continuing the runner", e))?;
         self.stopped = false;
         Ok(())
