@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -91,8 +91,9 @@ impl Life {
     fn ended(&self, wait: Duration) -> bool {
         let end = Instant::now() + wait;
         loop {
+            let left = end.saturating_duration_since(Instant::now());
             let seen = match &self.fd {
-                Some(fd) => readable(fd, end.saturating_duration_since(Instant::now())),
+                Some(fd) => wire::readable(fd.as_raw_fd(), i32::try_from(left.as_millis()).unwrap_or(i32::MAX)),
                 None => !runs(self.pid),
             };
             if seen || Instant::now() >= end {
@@ -103,19 +104,16 @@ impl Life {
     }
 }
 
-/// Whether something can be read there within `wait`; an interruption says no earlier.
-fn readable(fd: &OwnedFd, wait: Duration) -> bool {
-    let millis = i32::try_from(wait.as_millis()).unwrap_or(i32::MAX);
-    let mut poll = libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
-    // SAFETY: `poll` is one valid pollfd for the length given.
-    unsafe { libc::poll(&raw mut poll, 1, millis) > 0 }
+/// The letter for what a process or a thread is at, by its folder in /proc; none where it is gone.
+fn state(folder: &Path) -> Option<char> {
+    let stat = std::fs::read_to_string(folder.join("stat")).unwrap_or_default();
+    // The name before the state may hold anything but is closed by the last bracket.
+    stat.rsplit_once(") ")?.1.chars().next()
 }
 
 /// Whether a process is there and has not ended.
 fn runs(pid: i32) -> bool {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    // The name before the state may hold anything but is closed by the last bracket.
-    stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
+    state(Path::new(&format!("/proc/{pid}"))).is_some_and(|state| !matches!(state, 'Z' | 'X'))
 }
 
 /// Sends a request and takes `ok` apart.
@@ -439,11 +437,7 @@ impl Drop for Forked {
 /// Whether no thread of a process runs or will: each is stopped or has ended.
 fn stopped(pid: i32) -> bool {
     let Ok(tasks) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return true };
-    tasks.flatten().all(|task| {
-        let stat = std::fs::read_to_string(task.path().join("stat")).unwrap_or_default();
-        // The name before the state may hold anything but is closed by the last bracket.
-        stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with(['T', 't', 'Z', 'X']))
-    })
+    tasks.flatten().all(|task| state(&task.path()).is_none_or(|state| matches!(state, 'T' | 't' | 'Z' | 'X')))
 }
 
 pub(super) fn signal(pid: i32, number: i32) {

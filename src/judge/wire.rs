@@ -49,6 +49,13 @@ pub struct Frame {
     pub fds: Vec<OwnedFd>,
 }
 
+/// Whether something can be read of a descriptor within so many milliseconds; an interruption says no earlier.
+pub(super) fn readable(fd: RawFd, millis: i32) -> bool {
+    let mut poll = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
+    // SAFETY: `poll` is one valid pollfd for the length given.
+    unsafe { libc::poll(&raw mut poll, 1, millis) > 0 }
+}
+
 impl Channel {
     #[must_use]
     pub fn new(stream: UnixStream) -> Self {
@@ -143,9 +150,7 @@ impl Channel {
 
     /// Whether something lies there, or the other end is gone, within so many milliseconds.
     fn readable(&self, millis: i32) -> bool {
-        let mut poll = libc::pollfd { fd: self.stream.as_raw_fd(), events: libc::POLLIN, revents: 0 };
-        // SAFETY: `poll` is one valid pollfd for the length given.
-        unsafe { libc::poll(&raw mut poll, 1, millis) > 0 }
+        readable(self.stream.as_raw_fd(), millis)
     }
 
     fn fill(

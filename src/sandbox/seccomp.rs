@@ -146,6 +146,17 @@ fn refuse(program: &mut Vec<sock_filter>, call: c_long, errno: i32) {
     program.push(instruction(RET_K, 0, 0, ERRNO | number(c_long::from(errno))));
 }
 
+/// Refuses a call or allows it by the low word of one argument. `test` jumps over nothing to refuse, over one instruction to allow.
+fn decide_by(program: &mut Vec<sock_filter>, call: c_long, argument: u32, test: sock_filter) {
+    program.extend([
+        instruction(JEQ_K, 0, 4, number(call)),
+        instruction(LD_W_ABS, 0, 0, argument),
+        test,
+        instruction(RET_K, 0, 0, ERRNO | number(c_long::from(libc::EPERM))),
+        instruction(RET_K, 0, 0, ALLOW),
+    ]);
+}
+
 fn number(value: c_long) -> u32 {
     u32::try_from(value).unwrap_or(u32::MAX)
 }
@@ -183,32 +194,16 @@ fn program(role: Role) -> Vec<sock_filter> {
             refuse(&mut program, call, libc::EPERM);
         }
         // A clone that makes no thread is a fork.
-        program.extend([
-            instruction(JEQ_K, 0, 4, number(libc::SYS_clone)),
-            instruction(LD_W_ABS, 0, 0, ARG0),
-            instruction(JSET_K, 1, 0, number(c_long::from(libc::CLONE_THREAD))),
-            instruction(RET_K, 0, 0, ERRNO | number(c_long::from(libc::EPERM))),
-            instruction(RET_K, 0, 0, ALLOW),
-        ]);
+        let thread = instruction(JSET_K, 1, 0, number(c_long::from(libc::CLONE_THREAD)));
+        decide_by(&mut program, libc::SYS_clone, ARG0, thread);
     }
     if role.stopped {
         refuse(&mut program, libc::SYS_timer_create, libc::EPERM);
-        program.extend([
-            instruction(JEQ_K, 0, 4, number(libc::SYS_fcntl)),
-            instruction(LD_W_ABS, 0, 0, ARG1),
-            instruction(JEQ_K, 0, 1, F_SETSIG),
-            instruction(RET_K, 0, 0, ERRNO | number(c_long::from(libc::EPERM))),
-            instruction(RET_K, 0, 0, ALLOW),
-        ]);
+        decide_by(&mut program, libc::SYS_fcntl, ARG1, instruction(JEQ_K, 0, 1, F_SETSIG));
     }
     if role.processes {
-        program.extend([
-            instruction(JEQ_K, 0, 4, number(libc::SYS_clone)),
-            instruction(LD_W_ABS, 0, 0, ARG0),
-            instruction(JSET_K, 0, 1, number(c_long::from(NAMESPACES))),
-            instruction(RET_K, 0, 0, ERRNO | number(c_long::from(libc::EPERM))),
-            instruction(RET_K, 0, 0, ALLOW),
-        ]);
+        let namespace = instruction(JSET_K, 0, 1, number(c_long::from(NAMESPACES)));
+        decide_by(&mut program, libc::SYS_clone, ARG0, namespace);
     }
     if role.anything {
         for call in [libc::SYS_memfd_create, libc::SYS_memfd_secret] {
@@ -216,25 +211,13 @@ fn program(role: Role) -> Vec<sock_filter> {
         }
         // Limits of the caller itself, and pairs of local sockets.
         for (call, argument) in [(libc::SYS_prlimit64, 0), (libc::SYS_socketpair, libc::AF_UNIX)] {
-            program.extend([
-                instruction(JEQ_K, 0, 4, number(call)),
-                instruction(LD_W_ABS, 0, 0, ARG0),
-                instruction(JEQ_K, 1, 0, number(c_long::from(argument))),
-                instruction(RET_K, 0, 0, ERRNO | number(c_long::from(libc::EPERM))),
-                instruction(RET_K, 0, 0, ALLOW),
-            ]);
+            decide_by(&mut program, call, ARG0, instruction(JEQ_K, 1, 0, number(c_long::from(argument))));
         }
     }
     // Sockets: local ones or none, and pairs.
     let family = if role.unix { number(c_long::from(libc::AF_UNIX)) } else { u32::MAX };
-    program.extend([
-        instruction(JEQ_K, 0, 4, number(libc::SYS_socket)),
-        instruction(LD_W_ABS, 0, 0, ARG0),
-        instruction(JEQ_K, 1, 0, family),
-        instruction(RET_K, 0, 0, ERRNO | number(c_long::from(libc::EPERM))),
-        instruction(RET_K, 0, 0, ALLOW),
-        instruction(RET_K, 0, 0, ALLOW),
-    ]);
+    decide_by(&mut program, libc::SYS_socket, ARG0, instruction(JEQ_K, 1, 0, family));
+    program.push(instruction(RET_K, 0, 0, ALLOW));
     program
 }
 
